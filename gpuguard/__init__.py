@@ -88,10 +88,10 @@ _HOMES = {
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
     "policies.files.loader": ("load_policies",),
     "watchdog": ("Watchdog",),
-}  # and all others: errors
+}  # all other names are in errors
 
 
-_FOR_IPYTHON = "load_ipython_extension"  # what `%load_ext gpuguard` looks for
+_FOR_IPYTHON = "load_ipython_extension"  # the function that `%load_ext gpuguard` calls
 
 
 def __getattr__(name: str) -> object:

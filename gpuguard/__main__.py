@@ -1,6 +1,6 @@
-"""`gpuguard` and `python -m gpuguard`: starts the worker that reads the devices, then loads the command line.
+"""`gpuguard` and `python -m gpuguard`: start the worker that reads the devices, then load the command line.
 
-Two interpreters load at the same time that way, which takes a third off the start of a job.
+That way both interpreters load at the same time, which takes a third off the start of a job.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ ASK_THE_DAEMON_FIRST = ("who", "explain")
 def main() -> NoReturn:
     """Run the command line of this process, and end it with its exit code."""
     raises_at_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if raises_at_interrupt:  # a traceback, where Ctrl-C comes while all of this loads
+    if raises_at_interrupt:  # otherwise Ctrl-C while all of this loads shows a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command, *options = sys.argv[1:] or [""]
     streams_open = None not in (sys.stdin, sys.stdout, sys.stderr)  # else the worker's pipes would be taken for them
     reads_here = command in READ_DEVICES or (command in ASK_THE_DAEMON_FIRST and not _daemon_publishes(options))
     if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
-        from gpuguard.backends import (  # with subprocess and more: not for --version and --help
+        from gpuguard.backends import (  # loads subprocess and more, which --version and --help do not need
             BACKENDS,
             default_backend,
             parts_of,
             spawn,
         )
 
-        named = _option(options, "--backend")  # which may be the job's own, as `--backend nccl`
+        named = _option(options, "--backend")  # it may belong to the job, as in `--backend nccl`
         for part in parts_of(named if named.partition(":")[0].partition(",")[0] in BACKENDS else default_backend()):
             spawn.start_early(part)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
@@ -46,7 +46,7 @@ def _daemon_publishes(options: list[str]) -> bool:
 
 
 def _option(options: list[str], name: str) -> str:
-    """The value of the option *name*, as far as it can be told without a parser; "" without one."""
+    """Return the value of the option *name*, as far as it can be told without a parser, or "" if it is not given."""
     own = options[: options.index("--")] if "--" in options else options
     for position, word in enumerate(own):
         if word == name:

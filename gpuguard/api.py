@@ -1,7 +1,7 @@
-"""Devices for this very process: grab_gpus() and the context manager claim(), and what they look at first.
+"""Devices for this very process: grab_gpus(), the context manager claim(), and the checks that they make first.
 
-The manner of py3nvml's grab_gpus, whose keywords are understood, with a claim behind it that no other job gets past.
-Does not start a command: see run.
+They work like py3nvml's grab_gpus, whose keywords are understood, with a claim behind it that no other job gets past.
+This module does not start a command: see run.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _NUMBERS = {
 }
 _FRACTIONAL = ("min_free_fraction", "max_util", "max_memory_util", "max_temperature")  # the others are whole
 _SIZES = ("min_free", "min_total", "memory", "tolerance")
-_LEAST_SIZE = 2**20  # bytes: who asks for fewer has forgotten the unit
+_LEAST_SIZE = 2**20  # bytes; a user who asks for fewer has forgotten the unit
 
 
 @dataclass(frozen=True)
 class OwnClaim:
-    """A claim that process *pid* made in this *line* of the program; *asked*: the request that returns it again."""
+    """A claim that process *pid* made at *line* of the program; a call with the same *asked* returns it again."""
 
     pid: int
     claim: Claim
@@ -81,17 +81,17 @@ class OwnClaim:
     asked: object = None
 
     def in_words(self) -> str:
-        """``"GPU 2, 3 since 2026-11-26 11:05, by train.py:12: claim = grab_gpus(2)"``."""
+        """Return ``"GPU 2, 3 since 2026-11-26 11:05, by train.py:12: claim = grab_gpus(2)"``."""
         names = ", ".join(device.label for device in self.claim)
         since = "" if self.claim.since is None else f" since {local_time(self.claim.since)}"
         return f"GPU {names}{since}, by {self.line}"
 
 
-_mutex = threading.Lock()  # guards what was _made and what is written to os.environ
-_calls: dict[int, threading.RLock] = {}  # pid -> held during a call that may return the claim of another one
-_made: list[OwnClaim] = []  # of this process, and before a fork of its parent, the oldest first
+_mutex = threading.Lock()  # guards _made and all changes of os.environ
+_calls: dict[int, threading.RLock] = {}  # pid -> lock, held by a call that may return another call's claim
+_made: list[OwnClaim] = []  # by this process and, before a fork, by its parent; the oldest first
 _tells_children = False  # whether forked children run _begin_child()
-_outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
+_outside: dict[str, str | None] = {}  # the values of a claim's variables before the first claim
 
 
 def grab_gpus(
@@ -115,30 +115,30 @@ def grab_gpus(
 ) -> Claim:
     """Claim devices for this process, the best free ones first, and set CUDA_VISIBLE_DEVICES in os.environ.
 
-    Call it before CUDA is initialised.  The claim lasts until release(), which restores os.environ, or the end of the
-    process and of its forked workers, also where the process goes on as another program (os.execvp); give a child that
-    you start the claim's pass_fds to let it keep the devices beyond your own end.  What os.system() or a C library
-    leaves running keeps them without.
-    The same call again (a cell that runs once more, the next task of a worker, another thread) returns the claim that
-    it made, while that lasts.
+    Call it before CUDA is initialised.  The claim lasts until release(), which restores os.environ, or until this
+    process and its forked workers have ended.  It also lasts if the process goes on as another program (os.execvp).  To
+    let a child that you start keep the devices beyond your own end, give it the claim's pass_fds.  Processes that
+    os.system() or a C library leaves running keep the devices without pass_fds.
+    The same call again (in a cell that runs once more, in the next task of a worker, in another thread) returns the
+    claim that the first call made, as long as that claim lasts.
 
     Args:
-        num_gpus: how many devices; -1 all that are free (at least one), 0 none at all (CUDA sees no device).
-        gpu_select: an index or indices: no others.
-        gpu_fraction: 0..1, this part of the memory that an empty device has must be free.
-        max_procs: so many processes of others may be on a device; -1: none, and next to no memory in use.
-        env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError then.
-        gpu_min_memory: MiB of memory in all.
-        strict: False warns and takes what there is, if need be nothing (CUDA sees no device), instead of raising.
-        wait: seconds to wait in the queue for the devices, or a text like "1h"; None for ever.
-        alternatives: what will do as well, the best liked first, at most 3: the conditions of each, as in
-            ({"num_gpus": 1, "min_free": "40GiB"},); those of the first request do not hold for it.
-        priority: in the queue, "low", "normal" or "high"; a site bounds it.
-        on_wait: called once in a while, while it waits, with what is missing; print() will do.
-        note: for others, in `gpuguard who`; in a kernel of Jupyter the name of the notebook is the default.
+        num_gpus: how many devices; -1 claims all that are free (at least one), 0 none at all (CUDA sees no device).
+        gpu_select: an index or indices; no other devices are claimed.
+        gpu_fraction: 0..1; this part of the memory that an empty device has must be free.
+        max_procs: how many processes of others may be on a device; -1 allows none, and next to no memory in use.
+        env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError if it is set.
+        gpu_min_memory: MiB of memory that a device must have in total.
+        strict: False warns instead of raising and takes what there is, if need be nothing (CUDA sees no device).
+        wait: seconds to wait in the queue for the devices, or a text like "1h"; None waits for ever.
+        alternatives: the conditions of at most 3 requests that would do as well, the preferred one first, as in
+            ({"num_gpus": 1, "min_free": "40GiB"},); the conditions of the first request do not hold for them.
+        priority: in the queue, "low", "normal" or "high"; a site limits it.
+        on_wait: called now and then during the wait, with what is missing; print() will do.
+        note: a text for others, shown in `gpuguard who`; in a Jupyter kernel the default is the notebook's name.
         backend: see backends.open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
-        further: claim devices beside those that this process has; os.environ names those of the last call.
+        further: claim devices in addition to those that this process has; os.environ names those of the last call.
         **conditions: further fields of Request: min_free ("20GiB", or bytes), models, exclude, prefer, max_util
             (percent), share=True with memory (as min_free) for a part of each device, mig ("3g.40gb"),
             allow_mig_set=True (several MIG instances, of which one process can use only one) ...
@@ -148,8 +148,8 @@ def grab_gpus(
 
     Raises:
         NotEnoughGpus: fewer could be claimed.  Nothing stays claimed, and os.environ is unchanged.
-        AlreadyClaimed: this process has devices by another such call, and *further* is not set.
-        ClaimLost: the claim that it made was released from outside, and CUDA goes on using it.
+        AlreadyClaimed: this process has devices from another such call, and *further* is not set.
+        ClaimLost: the claim of the earlier call was released from outside, and CUDA still uses its devices.
         CudaInitialized: CUDA runs in this process already, so it would not see the change.
         InvalidRequest: the request makes no sense.
         BackendError: the driver cannot be reached.
@@ -166,7 +166,7 @@ def grab_gpus(
         conditions.setdefault("min_free_fraction", gpu_fraction)
         ways, name, claim = _ways(num_gpus, conditions, alternatives), _backend_name(backend), None
         try:
-            # Two threads that make one call at once get one claim.  A forked child has a lock of its own.
+            # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
             with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
                 environ = _outer_environment()
                 asked = None if further else (ways, name, directory, environ.get(NVIDIA.visible))
@@ -189,7 +189,7 @@ def grab_gpus(
                 _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
                 warn_of_workers(os.environ[NVIDIA.visible])
         except BaseException:
-            if claim is not None:  # interrupted: the program would not know of it
+            if claim is not None:  # it was interrupted, so the program would not know of the claim
                 claim.release()
             raise
         return claim
@@ -198,13 +198,13 @@ def grab_gpus(
         if is_for_now and (own := _own_claims()):
             has = "; ".join(made.in_words() for made in own)
             error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
-        # What there is to mend is the line of the caller, so the traceback ends there.
+        # The traceback ends at the caller's line, because that is the line to correct.
         raise error.with_traceback(None) from None
 
 
 @contextmanager
 def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
-    """grab_gpus() for a ``with`` block, beside what the process has; restores os.environ at its end."""
+    """Call grab_gpus() for a ``with`` block, in addition to other claims, and restore os.environ at its end."""
     with grab_gpus(num_gpus, further=True, **options) as claimed:
         yield claimed
 
@@ -212,7 +212,7 @@ def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
 def select_devices(
     num_gpus: int = 1, *, backend: str | None = None, directory: str | None = None, **conditions: Any
 ) -> list[Device]:
-    """The devices that grab_gpus() would claim now, without claiming them; so they may be gone a moment later.
+    """Return the devices that grab_gpus() would claim now.  They are not claimed, so they may be gone a moment later.
 
     Raises:
         NotEnoughGpus: fewer are eligible.
@@ -224,17 +224,17 @@ def select_devices(
         )
         _, choice = allocator.preview()
         if not choice.devices:
-            machine, choice = allocator.preview(with_reasons=True)  # the reasons need more of the driver
+            machine, choice = allocator.preview(with_reasons=True)  # the reasons need more driver calls
             if not choice.devices:
                 raise not_enough(machine, request, choice)
     return list(choice.devices)
 
 
 def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None) -> Snapshot:
-    """What the machine looks like now.
+    """Return what the machine looks like now.
 
     Args:
-        fields: groups of gpuguard.model: MEMORY, PROCESSES, ..., None: WHO_FIELDS; what is not asked for stays None.
+        fields: groups of gpuguard.model (MEMORY, PROCESSES, ...), by default WHO_FIELDS; all other fields stay None.
         backend: see backends.open_backend.
 
     Raises:
@@ -257,8 +257,10 @@ def _worker(name: str, directory: str | None) -> WorkerBackend | MergedBackend:
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
-    """What the machine looks like now: all claims in ``.claims``, devices in quarantine in ``.quarantined``,
-    and those that are kept for a reservation in ``.reserved``.
+    """Return what the machine looks like now, with all claims, quarantined devices and reserved devices.
+
+    Claims are in ``.claims``, devices in quarantine in ``.quarantined``, and those that are kept for a reservation in
+    ``.reserved``.
 
     Raises:
         LockDirectoryError: the directory of the claims cannot be used.
@@ -270,7 +272,7 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
 
 
 def _ways(num_gpus: int, conditions: dict[str, Any], alternatives: Iterable[Mapping[str, Any]]) -> tuple[Request, ...]:
-    """The request and its alternatives; () for no device at all.
+    """Return the request and its alternatives, or () for no device at all.
 
     Raises:
         InvalidRequest: they make no sense, or there are too many.
@@ -285,7 +287,7 @@ def _ways(num_gpus: int, conditions: dict[str, Any], alternatives: Iterable[Mapp
 
 
 def _refuse_late(environ: Mapping[str, str], env_set_ok: bool | None) -> None:
-    """Refuse what would come too late, or into an environment that is restricted where that is not wanted."""
+    """Refuse a claim that comes too late for CUDA, or in a restricted environment if *env_set_ok* forbids that."""
     if cuda_runs():
         raise CudaInitialized(
             "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
@@ -298,16 +300,16 @@ def _refuse_late(environ: Mapping[str, str], env_set_ok: bool | None) -> None:
 
 
 def _request(**conditions: Any) -> Request:
-    """A request of what people write: a list, a word alone, an index as a number.
+    """Make a request of what users write: a list, a single word, an index as a number.
 
     Raises:
-        InvalidRequest: it makes no sense; a text where a number belongs.
+        InvalidRequest: it makes no sense, or has a text where a number belongs.
         TypeError: there is no such condition.
     """
     _refuse_texts(conditions)
     for name, value in conditions.items():
         if name in _LISTS and value is not None:
-            # A word is one of a list, not its letters: exclude="12" left out the devices 1 and 2.
+            # A single word is one item, not a list of letters: exclude="12" once left out the devices 1 and 2.
             alone = isinstance(value, str) or hasattr(value, "__index__")
             conditions[name] = tuple(str(word) for word in ((value,) if alone else value))
     if unknown := conditions.keys() - set(Request.__match_args__):
@@ -321,7 +323,7 @@ def _request(**conditions: Any) -> Request:
 
 
 def _plain_number(name: str, value: Any) -> Any:
-    """A number as records and tickets have it: 10e9 bytes, or one of NumPy's, could not be read by others."""
+    """Return a number as records and tickets hold it, because others could not read 10e9 bytes or a NumPy number."""
     if name not in _NUMBERS or value is None:
         return value
     read = _read(name, value, parse_bytes) if name in _SIZES else value
@@ -335,7 +337,7 @@ def _plain_number(name: str, value: Any) -> Any:
 
 
 def _read(name: str, value: Any, parse: Callable[[str], float]) -> Any:
-    """A quantity as a number, also of a text with its unit."""
+    """Return a quantity as a number, also if it is a text with a unit."""
     try:
         return parse(value) if isinstance(value, str) else value
     except InvalidRequest as error:
@@ -373,10 +375,10 @@ def _apply(own: OwnClaim) -> None:
         before = _written()
         if before is None:
             _outside.update({name: os.environ.get(name) for name in (*environment, *SHARE_VARIABLES)})
-        else:  # what the program itself has set since then holds for its later claims, too
+        else:  # values that the program itself has set since then also hold for its later claims
             now = {name: os.environ.get(name) for name in before}
             _outside.update({name: value for name, value in now.items() if value != before[name]})
-        # Those that were released are forgotten: a server claims and releases for months.
+        # Released claims are forgotten, because a server claims and releases for months.
         _made[:] = [made for made in _made if (made.claim.pass_fds or not made.claim.devices) and made is not own]
         _made.append(own)
         own.claim.on_release = _restore
@@ -385,7 +387,7 @@ def _apply(own: OwnClaim) -> None:
 
 
 def _keep_across_exec(claim: Claim) -> None:
-    """Let this process keep *claim* as another program, but no child of it: subprocess closes what it is not given."""
+    """Let this process keep *claim* as another program.  Children do not: subprocess closes what it is not given."""
     global _tells_children
     if not _tells_children:
         os.register_at_fork(after_in_child=_begin_child)
@@ -395,9 +397,9 @@ def _keep_across_exec(claim: Claim) -> None:
 
 
 def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
-    """In a forked child: it has the claims of its parent until it ends, or becomes another program."""
+    """Let a forked child have the claims of its parent until it ends or becomes another program."""
     global _mutex
-    _mutex = threading.Lock()  # a thread of the parent may have held it, and is not here
+    _mutex = threading.Lock()  # a thread of the parent, which does not exist here, may have held it
     for made in tuple(_made):
         made.claim.renew_mutex()
         for descriptor in made.claim.pass_fds:
@@ -406,9 +408,9 @@ def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where n
 
 
 def _restore(claim: Claim) -> None:
-    """Let os.environ name what it would without *claim*, but for what the program has set since.
+    """Set os.environ to what it would be without *claim*, except for variables that the program has set since.
 
-    Threads may leave in any order.
+    Threads may release their claims in any order.
     """
     with _mutex:
         if all(made.claim is not claim for made in _made):
@@ -422,7 +424,10 @@ def _restore(claim: Claim) -> None:
 
 
 def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Put *environment* into os.environ in the place of *before*; what that alone had is as before all claims."""
+    """Put *environment* into os.environ in place of *before*.
+
+    Variables that only *before* has get the values that they had before all claims.
+    """
     for name, value in {**{name: _outside.get(name) for name in before}, **environment}.items():
         if value is None:
             os.environ.pop(name, None)
@@ -431,16 +436,16 @@ def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
 
 
 def _written() -> dict[str, str] | None:
-    """What this process has written to os.environ itself; None when the claim in there is not its own."""
+    """Return what this process has written to os.environ itself, or None if the claim in there is not its own."""
     name = os.environ.get("GPUGUARD_CLAIM")
     own = (made.claim for made in _made if made.pid == os.getpid())
     return next((claim.environment() for claim in own if claim.id == name), None)
 
 
 def _outer_environment() -> dict[str, str]:
-    """os.environ without what own claims have put there: a second claim is no part of the first.
+    """Return os.environ without what own claims have put there, because a second claim is no part of the first.
 
-    For a forked worker that is all of os.environ: it takes its part of its parent's claim.
+    For a forked worker that is all of os.environ, because the worker takes its part of its parent's claim.
     """
     with _mutex:
         environ: dict[str, str | None] = dict(os.environ)
@@ -450,17 +455,18 @@ def _outer_environment() -> dict[str, str]:
 
 
 def _own_claims() -> list[OwnClaim]:
-    """What this very process has claimed and not released, the oldest first."""
+    """Return the claims that this very process has made and not released, the oldest first."""
     with _mutex:
         return [made for made in _made if made.pid == os.getpid() and made.claim.pass_fds]
 
 
 def _claimed_before(asked: object, strict: bool) -> Claim | None:
-    """The claim that an earlier call made for what is *asked* now; None: there is none.
+    """Return the claim that an earlier call made for what is *asked* now, or None if there is none.
 
     Raises:
-        AlreadyClaimed: an earlier call asked for something else; not *strict*: that is warned of, and does.
-        ClaimLost: it was released from outside, and CUDA does not know.
+        AlreadyClaimed: an earlier call asked for something else.  Without *strict* this is a warning, and its claim
+            will do.
+        ClaimLost: the claim was released from outside, and CUDA does not know.
     """
     before = next((made for made in _own_claims() if made.asked is not None), None)
     if before is None:
@@ -485,7 +491,7 @@ def _claimed_before(asked: object, strict: bool) -> Claim | None:
 
 
 def _line_of_the_caller() -> str:
-    """``"train.py:12: claim = gpuguard.grab_gpus(1)"``: where the program called us."""
+    """Return where the program called us: ``"train.py:12: claim = gpuguard.grab_gpus(1)"``."""
     frame = inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("gpuguard", "contextlib"):
         frame = frame.f_back
@@ -497,13 +503,13 @@ def _line_of_the_caller() -> str:
 
 
 def notebook_note() -> str:
-    """``"notebook train.ipynb"``, or ``"notebook"`` where Jupyter does not tell its name."""
-    path = os.environ.get("JPY_SESSION_NAME", "")  # of jupyter-server >= 2
+    """Return ``"notebook train.ipynb"``, or ``"notebook"`` if Jupyter does not tell its name."""
+    path = os.environ.get("JPY_SESSION_NAME", "")  # set by jupyter-server >= 2
     return f"notebook {os.path.basename(path)}".strip()
 
 
 def _notebook() -> str | None:
-    """The same in a kernel of Jupyter, whose command line names only that; None elsewhere."""
+    """Return notebook_note() in a Jupyter kernel, whose command line names only the kernel, or None elsewhere."""
     return notebook_note() if "ipykernel" in sys.modules else None
 
 
@@ -515,9 +521,9 @@ def _backend_name(backend: str | None) -> str:
     return backend or default_backend()
 
 
-# The program around a claim: what of it runs already and would not see the devices, or has them.
+# The program around a claim: parts that run already and would not see the devices, or that have them already.
 
-# What begins to compute opens one of them, and what reads the driver does not; dxg is that of WSL.
+# A process that begins to compute opens one of them; one that only reads the driver does not.  dxg is that of WSL.
 CUDA_DEVICES = (*(vendor.compute_node for vendor in VENDORS.values()), "/dev/dxg")
 _FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes
@@ -529,14 +535,15 @@ _BLIND = (
 
 
 def cuda_runs() -> bool:
-    """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
+    """Return whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
     return any(read_link(f"/proc/self/fd/{number}") in CUDA_DEVICES for number in os.listdir("/proc/self/fd"))
 
 
 def claim_of_the_script(driver: Backend, place: LockDirectory, environ: Mapping[str, str]) -> Claim | None:
-    """What the script has claimed, for a worker of it that runs the same lines again; it excludes none of the others.
+    """Return the script's claim for a worker of the script that runs the same lines again, or None.
 
-    None: this is no such worker, or the script has no claim.  Lightning starts its ranks as commands, with LOCAL_RANK.
+    It is None if this is no such worker, or if the script has no claim.  The returned claim excludes none of the other
+    workers.  Lightning starts its ranks as commands, with LOCAL_RANK.
     """
     again = _runs_again()
     if not again and "LOCAL_RANK" not in environ:
@@ -552,9 +559,9 @@ def claim_of_the_script(driver: Backend, place: LockDirectory, environ: Mapping[
 
 
 def _runs_again() -> bool:
-    """Whether a script calls us that multiprocessing runs once more, to find in it what a worker shall do.
+    """Return whether we are called by a script that multiprocessing runs once more to find a worker's task in it.
 
-    So it does with "spawn" and "forkserver", the default of Python 3.14, under the name __mp_main__.
+    It does so with "spawn" and "forkserver", the default of Python 3.14, under the name __mp_main__.
     """
     frame = inspect.currentframe()
     while frame:
@@ -565,13 +572,13 @@ def _runs_again() -> bool:
 
 
 def warn_of_workers(visible: str) -> None:
-    """Warn where a worker of later on will have the environment of a process that was started before the claim."""
+    """Warn if later workers will have the environment of a process that was started before the claim."""
     variable = f"{NVIDIA.visible}={visible}".encode()
     for pid in own_children() or ():
         command = read_memory(pid, "cmdline") or b""
         if not any(word in command for word in _FORERUNNERS):
             continue
-        environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing of a process that has ended
+        environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing if the process has ended
         if environ and variable not in environ.split(b"\0"):
             warnings.warn(_BLIND, RuntimeWarning, stacklevel=3)
             return

@@ -1,7 +1,7 @@
 """Where snapshots come from: each file here reads one kind of source and is one row of BACKENDS.
 
 A backend module has ``open(spec) -> OpenedBackend``.  Nothing above this package knows which one it talks to.
-What is a vendor's own on every machine is in vendors.  Opens no device.
+Facts about a vendor that hold on every machine are in vendors.  This module opens no device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Backend(Protocol):
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """Read the machine now: *fields* are groups of model (MEMORY, PROCESSES, ...), and no call is made for others.
 
-        Of *devices*, uuids, only these are read, a MIG instance with its parent; None: all.
-        Raises BackendError when nothing at all can be read.  A device that fails alone is a Gap and a problem instead.
+        *devices* are the uuids of the devices to read, all by default; a MIG instance is read with its parent.
+        Raises BackendError if nothing at all can be read.  A device that fails alone is a Gap and a problem instead.
         """
 
     def close(self) -> None:
@@ -39,16 +39,18 @@ class Backend(Protocol):
 
 @runtime_checkable
 class OpenedBackend(Backend, Protocol):
-    """What open() of a backend's module returns.  Its worker sets these, so that a call that hangs costs one device.
+    """A backend as open() of its module returns it.
+
+    Its worker sets the attributes, so that a call that hangs costs one device.
 
     Attributes:
         progress: the backend calls it with the index of each device before it reads that device, or every 0.4 s with
-            None while it reads all of them by one program.  The worker is given up when nothing was called for
+            None while it reads all of them with one program.  The worker is abandoned if no call comes for
             client.DEVICE_SECONDS.
         skip: indices of devices that hang.  The backend does not touch them, and leaves them out or shows them with the
             problem "unresponsive".
         ahead: whether nothing was read yet and no device hangs, so that several devices may be read at the same time.
-            A backend that reads one after the other ignores it.
+            A backend that reads one device after the other ignores it.
     """
 
     progress: Callable[[int | None], object]
@@ -63,25 +65,25 @@ BACKENDS = {
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
 DEFAULT_BACKEND = "nvml"
-# How backends begin that show a file of another time, on which nothing may be claimed or signalled.
+# The beginnings of backends that show a file of another time, on which nothing may be claimed or signalled.
 RECORDED = ("smi:", "replay")
 
 
 def default_backend() -> str:
-    """The backend of a command or a program that names none: $GPUGUARD_BACKEND, else DEFAULT_BACKEND."""
+    """Return the backend of a command or a program that names none: $GPUGUARD_BACKEND, else DEFAULT_BACKEND."""
     return os.environ.get("GPUGUARD_BACKEND") or DEFAULT_BACKEND
 
 
 def parts_of(name: str) -> list[str]:
-    """The backends that *name* means: ``["nvml", "amd"]``.  A comma that no backend follows is part of a path."""
+    """Return the backends in *name*: ``["nvml", "amd"]``.  A comma without a backend after it is part of a path."""
     return re.split(rf",(?=(?:{'|'.join(BACKENDS)})(?:[:,]|$))", name)
 
 
 def open_backend(name: str) -> OpenedBackend:
     """Open ``"nvml"``, ``"simulated:DIRECTORY"``, ``"smi:FILE.xml"`` ..., as in BACKENDS, in this process.
 
-    Raises InvalidRequest when there is no such backend, BackendError when the source cannot be reached, or when the
-    backend lacks something of OpenedBackend.
+    Raises InvalidRequest if there is no such backend, and BackendError if the source cannot be reached or the backend
+    lacks something of OpenedBackend.
     """
     kind, _colon, spec = name.partition(":")
     if len(parts_of(name)) > 1:

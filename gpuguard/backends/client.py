@@ -1,8 +1,8 @@
 """A backend in a process of its own, the worker, so that a driver call that hangs or crashes ends nothing else.
 
-The worker marks which device it is about to read.  When that takes too long the worker is abandoned (its pipe is
-closed, which ends it), that device is called unresponsive, and a new worker reads the others.  Does not read devices
-itself: see worker, and nvml, simulated.
+The worker marks which device it is about to read.  If that takes too long, the worker is abandoned (its pipe is
+closed, which ends it), that device is called unresponsive, and a new worker reads the others.  This module does not
+read devices itself: see worker, and nvml, simulated.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from gpuguard.backends.merged import MergedBackend
     from gpuguard.backends.worker import SentProcesses
 
-INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
+INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first, which takes seconds each
 SLOW_SECONDS = 2.0  # after which on_slow is called
 DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
-NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
-STARVED_SECONDS = 6.0  # a worker that is runnable and not running is no driver's fault
-RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
+NEXT_DEVICE_SECONDS = 0.4  # once one device hangs, so that a sample of eight dead ones still comes within 5 s
+STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
+RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
 
 _SILENT = "a driver call did not come back"
 
@@ -44,17 +44,17 @@ def open_worker(
     desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
     same_version: bool = False,
 ) -> WorkerBackend | MergedBackend:
-    """The backend *name* behind a process border; the worker starts at once and initialises meanwhile.
+    """Return the backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
     Args:
-        name: as for open_backend; or several, as in "nvml,amd", each of which gets a worker of its own.
-        on_slow: called with a text when the driver takes longer than SLOW_SECONDS to initialise.
-        desktop_memory: gives Device.desktop_memory for each sample: see source.desktop_memory.
+        name: as for open_backend, or several, as in "nvml,amd", each of which gets a worker of its own.
+        on_slow: called with a text if the driver takes longer than SLOW_SECONDS to initialise.
+        desktop_memory: returns Device.desktop_memory for each sample: see source.desktop_memory.
         same_version: refuse a worker of another gpuguard, as the guard does.  Otherwise fields that this version does
-            not know are left out: a request that waits starts its worker again after an upgrade.
+            not know are left out, because a request that waits starts its worker again after an upgrade.
 
     Raises:
-        InvalidRequest: several backends that do not show one machine at one time.
+        InvalidRequest: the backends do not all show one machine at one time.
         BackendError: no process can be started now.
     """
     parts = parts_of(name)
@@ -64,7 +64,7 @@ def open_worker(
         raise errors.InvalidRequest(
             _("{name}: real GPUs, simulated ones and files of another time cannot be read together.").format(name=name)
         )
-    from gpuguard.backends.merged import MergedBackend  # for machines of several vendors alone
+    from gpuguard.backends.merged import MergedBackend  # needed only on machines with several vendors
 
     workers = [WorkerBackend(part, on_slow, desktop_memory, same_version=same_version) for part in parts]
     return MergedBackend(name, workers)
@@ -87,13 +87,13 @@ class WorkerBackend:
         self._channel: spawn.Channel | None = self._started()
         self._ready = False
         self._version = __version__  # of the worker
-        self._sent: SentProcesses = {}  # what the worker takes for known
+        self._sent: SentProcesses = {}  # the processes that the worker takes for known here
         self._on_slow, self._desktop_memory = on_slow, desktop_memory
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """As Backend.sample; also BackendError when the driver does not answer or crashes outside any device."""
+        """Sample as Backend.sample; raise BackendError also if the driver hangs or crashes outside any device."""
         self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
         hung_before = bool(self._skip)
         suspect: int | None = None
@@ -107,7 +107,7 @@ class WorkerBackend:
                 self._abandon()
                 if suspect is not None and stuck.index is not None:
                     del self._skip[suspect]
-                suspect = stuck.index if ahead else None  # where several are asked at once, another may be at fault
+                suspect = stuck.index if ahead else None  # if several are read at once, another may be at fault
                 if stuck.index is None or stuck.index in self._skip:
                     raise _unresponsive(stuck.reason) from None
                 self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
@@ -121,7 +121,7 @@ class WorkerBackend:
     def close(self) -> None:
         """End the worker and reap it; the next sample starts another one.
 
-        Within another program its next os.wait() is for a child of its own, so ours is gone by then.
+        In another program the next os.wait() is meant for one of its own children, so ours must be gone by then.
         """
         process = self._channel and self._channel.process
         self._abandon()
@@ -131,7 +131,7 @@ class WorkerBackend:
             spawn.reap()
 
     def _abandon(self) -> None:
-        """End the worker without waiting for its end: it may hang in the driver."""
+        """End the worker without waiting for its end, because it may hang in the driver."""
         if self._channel:
             channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
             channel.close()
@@ -144,7 +144,7 @@ class WorkerBackend:
         self.close()
 
     def _send_request(self, request: tuple[object, ...]) -> None:
-        if self._channel and not self._channel.is_open:  # we were forked: it is our parent's
+        if self._channel and not self._channel.is_open:  # we were forked, so it is our parent's
             self._channel, self._ready, self._sent = None, False, {}
         channel = self._channel = self._channel or self._started()
         spawn.write_mark(channel.mark, None)
@@ -155,7 +155,7 @@ class WorkerBackend:
                 self._abandon()
                 self._send_request(request)
                 return
-        if not self._ready:  # then the request waits for it; and one that has ended has said why
+        if not self._ready:  # the request waits until it is; a worker that has ended has said why
             self._await_ready(channel)
 
     def _started(self) -> spawn.Channel:
@@ -211,14 +211,14 @@ class WorkerBackend:
         return errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
-        """The snapshot with the uuids that a former worker knew: a new one must not read what it has to skip."""
+        """Return the snapshot with uuids that a former worker knew: a new one must not read devices that it skips."""
         if not self._skip:
             self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
             return snapshot
         unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
         others = tuple(device for device in snapshot.devices if device.index not in self._skip)
-        vendor = next((device.vendor for device in snapshot.devices), Device.vendor)  # a worker reads those of one
+        vendor = next((device.vendor for device in snapshot.devices), Device.vendor)  # a worker has one vendor
         gone = tuple(Device(i, uuid, vendor=vendor, problems=("unresponsive",)) for i, uuid in wanted.items())
         gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
         gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
@@ -239,7 +239,10 @@ def _unresponsive(reason: str) -> errors.DriverUnresponsive:
 
 
 def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
-    """What takes longer than *seconds*, without waiting for a CPU; None as soon as the worker answers, or has ended."""
+    """Return the mark of what takes longer than *seconds*, or None as soon as the worker answers or has ended.
+
+    The time in which the worker waits for a CPU does not count: see STARVED_SECONDS.
+    """
     poll = select.poll()
     poll.register(channel.replies, select.POLLIN)
     late: spawn.Mark | None = None
@@ -247,18 +250,18 @@ def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
     while not poll.poll(pause * 1000):
         mark, now = spawn.read_mark(channel.mark), time.monotonic()
         if (left := mark[1] + seconds - now) > 0:
-            pause = min(left, seconds)  # no longer, should the mark have been read half
+            pause = min(left, seconds)  # no longer, in case the mark was read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
         elif now < starved_until and (stat := stat_of(channel.process.pid)) and stat.state == "R":
             pause = 0.2
-        elif spawn.read_mark(channel.mark) == mark:  # else it goes on with another device
+        elif spawn.read_mark(channel.mark) == mark:  # otherwise it goes on with another device
             return None if poll.poll(0) else mark
     return None
 
 
 def _in_time(channel: spawn.Channel, seconds: float) -> None:
-    # Of a reply: what a library has printed is there at once, and may be all that ever comes.
+    # Called before each piece of a reply, because text that a library has printed may be all that ever comes.
     if late := _overdue(channel, seconds):
         raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
 
@@ -277,7 +280,7 @@ def _raise_error(reply: tuple[object, ...]) -> None:
 
 
 def _known(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of the *fields* that this version knows; what a worker of another one leaves out is unknown."""
+    """Return those of the *fields* that this version knows; those that another worker leaves out are unknown."""
     return {name: value for name, value in fields.items() if name in kind.__match_args__}  # type: ignore[attr-defined]
 
 
@@ -287,7 +290,7 @@ def unpack(
     desktop_memory: int = DESKTOP_MEMORY,
     known: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields,
 ) -> Snapshot:
-    """The snapshot that the worker packed; its processes are the same objects as the last time, where they may be.
+    """Return the snapshot that the worker packed; its processes are the same objects as the last time, if possible.
 
     *known* chooses the fields of each kind of object.
     """
@@ -300,6 +303,6 @@ def unpack(
             device["processes"] = sent[device["uuid"]]
     packed["devices"] = tuple(Device(**known(Device, fields)) for fields in packed["devices"])
     packed["gaps"] = tuple(Gap(**known(Gap, fields)) for fields in packed["gaps"])
-    # Of a recording.
+    # Only recordings have claims here.
     packed["claims"] = tuple(ClaimRecord(**known(ClaimRecord, fields)) for fields in packed["claims"])
     return Snapshot(**known(Snapshot, packed))

@@ -1,7 +1,8 @@
 """Several backends at once, as in `--backend nvml,amd`: one snapshot of the devices of several vendors.
 
 Each backend has a worker of its own, so one that fails costs its own devices alone.  NVIDIA's devices keep the indices
-that nvidia-smi gives them, and the others follow after them.  Reads nothing itself: see client.
+that nvidia-smi gives them, and the others follow after them.  This module reads nothing
+itself: see client.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ class MergedBackend:
     def __init__(self, name: str, workers: Sequence[WorkerBackend]) -> None:
         self.name = name
         self.simulated = workers[0].simulated
-        # Their devices, when all of them were read last: whose each is, and what it is called while it cannot be read.
+        # The devices of each worker when all of them were last read.  They tell whose a device is, and what it is
+        # called while it cannot be read.
         self._known: dict[WorkerBackend, tuple[Device, ...]] = dict.fromkeys(workers, ())
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """As Backend.sample.  Raises BackendError when none of the backends can be read."""
+        """Sample as Backend.sample.  Raises BackendError if none of the backends can be read."""
         snapshots: list[Snapshot] = []
         gaps: list[Gap] = []
         found: dict[WorkerBackend, tuple[Device, ...]] = {}
@@ -68,11 +70,11 @@ class MergedBackend:
         return snapshot
 
     def _shares(self, devices: Collection[str] | None) -> Iterable[tuple[WorkerBackend, list[str] | None]]:
-        """The backends to ask, and for which devices each: for its own, and for those that none has shown yet."""
+        """Return the backends to ask, each with the devices to read: its own, and those that none has shown yet."""
         if devices is None:
             return [(worker, None) for worker in self._known]
         for worker, known in self._known.items():
-            if not known:  # whose a device is, and which index it has, is learned from all of them
+            if not known:  # whose a device is and which index it has are known only after all devices were read
                 with suppress(BackendError):
                     self._read(worker, (), None)
         owners = {device.uuid: worker for worker, known in self._known.items() for device in known}
@@ -80,7 +82,7 @@ class MergedBackend:
         return [share for share in shares if share[1]] or shares[:1]
 
     def _numbered(self, found: Mapping[WorkerBackend, Sequence[Device]], gaps: list[Gap]) -> Iterator[Device]:
-        """The devices with their indices on this machine; adds a gap for each that two backends show."""
+        """Yield the devices with their indices on this machine; add a gap for each that two backends show."""
         first, shown = 0, set[str]()
         nvidia_first = sorted(
             self._known, key=lambda worker: NVIDIA.name not in {d.vendor for d in self._known[worker]}
@@ -96,13 +98,13 @@ class MergedBackend:
 
 
 def _unread(device: Device) -> Device:
-    """A device that could not be read, with what it is called."""
+    """Return a device that could not be read, with only the fields that identify it."""
     names = ("index", "uuid", "name", "vendor", "parent_uuid", "mig_profile", "gpu_instance_id")
     return Device(problems=("unresponsive",), **{name: getattr(device, name) for name in names})
 
 
 def _joined(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The first snapshot with what the others say of the machine; nothing in it was read before its time."""
+    """Return the first snapshot with what the others say of the machine; nothing in it was read before its time."""
     topologies = [snapshot.topology for snapshot in snapshots if snapshot.topology is not None]
     return replace(
         snapshots[0],

@@ -2,7 +2,7 @@
 
 The driver library is initialised once per process, and again in a forked child.  Handles and facts that never change
 are kept; everything else is read when it is asked for.  A device that fails alone becomes a problem of that device.
-A call may hang or crash in the driver: run this in a worker, see client.
+A call may hang or crash in the driver, so run this in a worker: see client.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
     from typing import Any
 
-# How old what is kept as a setting may be for a caller that samples all devices again and again: limits and modes,
-# which an administrator sets, fans, and replaced rows, for which no job is stopped; and that no process draws or is a
+# How old a kept setting may be for a caller that samples all devices again and again.  Settings are limits and modes,
+# which an administrator sets; fans and replaced rows, for which no job is stopped; and that no process draws or is a
 # client of MPS.
-# Less where another process computes: nvml_fields._forget.  A caller that names devices is about to act on what it
-# sees, so it is told what is true of them now.
+# They are forgotten earlier if another process computes: see nvml_fields._forget.  A caller that names devices is about
+# to act on what it sees, so it gets the values of now.
 SETTINGS_SECONDS = 10.0
-# How old temperature and power draw may be for a person before a screen, who wants BRIEF: power is a mean of a second.
-# A sample every 2 s, as `who --watch` takes it, has those of now.
+# How old temperature and power draw may be for a person at a screen, who wants BRIEF: power is a mean of one second.
+# A sample every 2 s, as `who --watch` takes it, has the values of now.
 RECENT_SECONDS = 1.5
-SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
-MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours
+SLOW_SECONDS = 0.0005  # for the first device; if it is faster, the others are read before threads have started
+MOST_DEVICES = 1024  # of a machine: each takes a call, so a count without a meaning would take hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
 _Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Nvml:
-    """The devices of this machine.  Raises BackendError when the driver cannot be reached."""
+    """Open the devices of this machine.  Raises BackendError if the driver cannot be reached."""
     if spec:
         raise InvalidRequest(f"the backend nvml takes no {spec!r}: write `--backend nvml`.")
     return Nvml()
@@ -65,7 +65,7 @@ def open(spec: str = "") -> Nvml:
 class Nvml:
     """A Backend.
 
-    With `ahead` several threads ask the devices that it sees for the first time, where the driver is slow.
+    With `ahead`, several threads read the devices that it sees for the first time if the driver is slow.
     """
 
     name = "nvml"
@@ -80,9 +80,9 @@ class Nvml:
         self._start()
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """See Backend.sample.  HEALTH finds MIG instances: each follows its parent and has its parent's index."""
+        """Sample as Backend.sample.  HEALTH finds MIG instances; each follows its parent and has its parent's index."""
         self._start()
-        # Before any call, so that nothing that started later is taken for something that was seen.
+        # Read before any call, so that nothing that started later is taken for something that was seen.
         taken_at, clock = time.time(), boot_clock()
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
@@ -97,7 +97,7 @@ class Nvml:
                 known.recent.clear()
         seek = None if devices is None else frozenset(devices)
         if any(uuid.startswith("MIG-") for uuid in seek or ()):
-            fields = {*fields, model.HEALTH}  # which is what finds instances
+            fields = {*fields, model.HEALTH}  # which finds instances
         for device, missing in self._read_all(fields, seek):
             found.append(device)
             gaps += missing
@@ -131,19 +131,20 @@ class Nvml:
             self._pid = os.getpid()
             self._count: int | None = None
             self._devices: dict[int, KnownDevice] = {}
-            self._owners: dict[str, int] = {}  # of uuids: index
+            self._owners: dict[str, int] = {}  # uuid -> index
             self._ahead: Ahead | None = None
             self._settings_read = self._recent_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], CallResult] = {}
 
     def _read_all(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
-        """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""
+        """Return the devices with their gaps, in index order; with *seek*, only those uuids and their families."""
         found: list[_Read] = []
         count, begun = self._device_count(), time.monotonic()
         for index in range(count):
             opened = self._devices.get(index)
-            # Never the first one: what the binding makes only when it is needed is not made for several threads.
+            # Threads never read the first device: what the binding creates only when it is first needed must not be
+            # created by several threads at once.
             if index == 1 and self.ahead and seek is None and not opened and time.monotonic() - begun > SLOW_SECONDS:
                 self._ahead = self._read_ahead(fields)
             if seek is not None and not (self._may_be(opened, seek) if opened else self._unknown(seek)):
@@ -155,7 +156,7 @@ class Nvml:
         return found
 
     def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
-        """A device and its MIG instances; nothing when it turns out not to be one of *seek*."""
+        """Return a device and its MIG instances, or nothing if it turns out not to be one of *seek*."""
         known = self._devices.get(index)
         uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
         if index in self.skip:
@@ -186,7 +187,7 @@ class Nvml:
         return [(Device(index, opened.uuid, problems=problems, **reading.values), reading.gaps), *parts]
 
     def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
-        """Those of *instances* that no other device has, too: by its uuid one of them would be claimed for both."""
+        """Return those of *instances* that no other device has as well: by its uuid one would be claimed for both."""
         found = []
         for instance, gaps in instances:
             if (owner := self._owners.setdefault(instance.uuid, instance.index)) == instance.index:
@@ -196,7 +197,7 @@ class Nvml:
         return found
 
     def _named(self, opened: KnownDevice) -> KnownDevice | CallResult:
-        """*opened*, or why it cannot be claimed: its uuid does not tell it from others."""
+        """Return *opened*, or why it cannot be claimed: its uuid does not distinguish it from others."""
         owner = self._owners.setdefault(opened.uuid, opened.index) if is_uuid(opened.uuid) else None
         if owner == opened.index:
             return opened
@@ -215,7 +216,7 @@ class Nvml:
         return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], prefetch)
 
     def _may_be(self, opened: KnownDevice, seek: Set[str]) -> bool:
-        """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
+        """Return whether the device is one of *seek*, or may have an instance of *seek* that was seen nowhere yet."""
         known = not seek.isdisjoint({opened.uuid, *opened.instances})
         return known or any(uuid.startswith("MIG-") for uuid in self._unknown(seek))
 
@@ -252,7 +253,7 @@ class Nvml:
         return self._static
 
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
-        """Snapshot.topology of the devices that can be asked, and what could not be learned."""
+        """Return Snapshot.topology of the devices that can be asked, and a gap for each pair that is unknown."""
         healthy = [device for device in devices if device.index in self._devices and not device.parent_uuid]
         healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
@@ -289,7 +290,7 @@ class Nvml:
 
 
 def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> bool:
-    """Whether a link goes from one to the other, or links of both go to switches: what is no device is a switch."""
+    """Return whether a link joins the two, or links of both go to switches: an end that is no device is a switch."""
     ends, other_ends = ({end for _, end in device.nvlink_links or ()} for device in (one, other))
     if buses[other.uuid] in ends or buses[one.uuid] in other_ends:
         return True
@@ -298,7 +299,7 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
 
 
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
-    """A device that was lost before or while it was read: nothing that was just read counts."""
+    """Return a device that was lost before or while it was read; no value that was just read counts."""
     reason = "the GPU is lost"
     name = opened.facts.get(("nvmlDeviceGetName",), CallResult()).value
     device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
@@ -312,8 +313,8 @@ class Ahead:
     """Threads that call *read* with each of *indices*, about in their order, for the first sample of many devices.
 
     NVML may be called from several threads at once, and a caller that samples only once mostly waits for it.  The
-    answers lie with the device until it is read in its turn: what they mean, and which device a driver hangs on, is
-    found out there.  Later samples use no threads, which cost CPU time.
+    answers are kept with the device until it is read in its turn.  Only then is it found out what they mean, and on
+    which device a driver hangs.  Later samples use no threads, because threads cost CPU time.
     """
 
     def __init__(self, indices: Sequence[int], read: Callable[[int], Any]) -> None:
@@ -324,12 +325,12 @@ class Ahead:
             own = {index: threading.Event() for index in indices[first::THREADS]}
             try:
                 threading.Thread(target=self._run, args=(own,), daemon=True).start()
-            except RuntimeError:  # this user may start no more: the others are read in their turn
+            except RuntimeError:  # this user may start no more, so the other devices are read in their turn
                 return
             self._done.update(own)
 
     def of(self, index: int) -> Any:
-        """What *read* returned for it, once it has; None where it failed, or was not called."""
+        """Wait for *read* of a device and return its result, or None if it failed or was not called."""
         if done := self._done.pop(index, None):
             done.wait()
         return self._results.pop(index, None)
@@ -345,10 +346,10 @@ class Ahead:
 
 
 class Prefetch(Reading):
-    """A reading of which only the answers are kept, for another one."""
+    """A reading that only keeps its answers, for another reading of the device."""
 
     def call(self, function: str, *arguments: Any) -> CallResult:
-        """As Reading.call()."""
+        """Call *function* as Reading.call(), and keep the answer."""
         answer = call(self.nvml, function, self.device.handle, *arguments)
         asked = (function, *arguments)
         self.device.ahead[asked] = answer
@@ -358,7 +359,7 @@ class Prefetch(Reading):
 
 
 def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
-    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
+    """Yield the instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
     count = parent.call_kept("fact", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:
         parent.gap("mig instances", count.reason)
@@ -366,7 +367,7 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
     for number in range(count.value or 0):
         handle = parent.call("nvmlDeviceGetMigDeviceHandleByIndex", number)
         if handle.code == NOT_FOUND:
-            continue  # the places that are taken need not be the first ones
+            continue  # the numbers in use need not be the first ones
         if handle.code:
             parent.gap("mig instances", f"instance {number}: {handle.reason}")
             continue
@@ -403,7 +404,7 @@ def _read(instance: Reading, parent: Reading) -> Device:
 
 
 def _profile(attributes: CallResult) -> str | None:
-    """ "3g.40gb", or "1c.3g.40gb" for a compute instance that is smaller than its GPU instance."""
+    """Return "3g.40gb", or "1c.3g.40gb" for a compute instance that is smaller than its GPU instance."""
     if attributes.code:
         return None
     slices, compute = attributes.value.gpuInstanceSliceCount, attributes.value.computeInstanceSliceCount

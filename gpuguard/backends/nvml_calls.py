@@ -1,7 +1,7 @@
 """Calls of NVIDIA's driver library: one call -> a value, or a code and a reason in words; and all calls for one device.
 
-The only place that knows NVMLError.  A value that the driver cannot give, or that cannot be true (fan 255 %,
-4294967295 C), stays unknown and leaves a gap.  Does not know what the calls mean: see nvml_fields.
+This module alone knows NVMLError.  A value that the driver cannot give, or that cannot be true (fan 255 %,
+4294967295 C), stays unknown and leaves a gap.  This module does not know what the calls mean: see nvml_fields.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 2, 3, 4, 6
 INSUFFICIENT_SIZE, DRIVER_NOT_LOADED, TIMEOUT = 7, 9, 10
 LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, VERSION_MISMATCH, IN_USE = 12, 13, 15, 16, 18, 19
 NO_DATA, DEPRECATED, NOT_READY, UNKNOWN = 21, 26, 27, 999
-BAD_TEXT = -1  # not of nvml.h: a string that is no UTF-8
+BAD_TEXT = -1  # not in nvml.h: a string that is not UTF-8
 
 REASONS = {
     NOT_SUPPORTED: N_("not supported"), NO_PERMISSION: N_("no permission"), NOT_FOUND: N_("nothing found"),
@@ -48,7 +48,7 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 # Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the buffer for it.
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
-# 535.261 loads nowhere else: "dlvsym: symbol not found", and its programs ask for glibc's loader.
+# Driver 535.261 does not load without it: "dlvsym: symbol not found", and its programs ask for glibc's loader.
 NEEDS_GLIBC = N_(
     "NVIDIA's driver library needs glibc, and this Python stands on another C library (musl, as in Alpine).\n"
     "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky.  "
@@ -58,7 +58,7 @@ NEEDS_GLIBC = N_(
 
 @dataclass(slots=True)
 class CallResult:
-    """What a call gave: a value, or a code and why."""
+    """The result of a call: a value, or a code and the reason."""
 
     value: Any = None
     code: int = 0
@@ -85,7 +85,7 @@ def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _
             return CallResult(None, code, reason)
 
 
-_ROOM = 64  # processes on one device, as a rule
+_ROOM = 64  # processes on one device; as a rule there are fewer
 PROCESS_LISTS = frozenset(
     f"nvmlDeviceGet{kind}RunningProcesses_v{version}"
     for kind in ("Compute", "Graphics", "MPSCompute")
@@ -95,10 +95,10 @@ PROCESS_LISTS = frozenset(
 
 @cache
 def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, int | None]]]:
-    """A function for the pid and the bytes of each process of a device, in one call of the driver.
+    """Return a function that gets the pid and the bytes of each process of a device in one call of the driver.
 
-    The binding's own asks for the length of the list first, which takes a real driver as long as the list.  Bindings
-    before 12.575 have none for version 2, whose rows are those of version 3.
+    The binding's own function asks for the length of the list first, which takes a real driver as long as the list.
+    Bindings before 12.575 have none for version 2, whose rows are those of version 3.
     """
     library = ctypes.CDLL("libnvidia-ml.so.1")  # the one that the binding has loaded
     entry = getattr(library, function, None)
@@ -126,7 +126,7 @@ FABRIC = "nvmlDeviceGetGpuFabricInfoV"
 
 
 def fabric_health(nvml: Any, function: str) -> Callable[[Any], int] | None:
-    """A function for the health mask of a device in an NVLink fabric; None: this nvidia-ml-py does not know it."""
+    """Return a function that gets the health mask of a device in an NVLink fabric, or None if nvidia-ml-py has none."""
     kind, asked = getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", None), getattr(nvml, function, None)
     if kind is None or asked is None:
         return None
@@ -139,7 +139,7 @@ def fabric_health(nvml: Any, function: str) -> Callable[[Any], int] | None:
     return health_of
 
 
-# In place of those of the binding: (nvml, function) -> a function of the handle, or None.
+# Used in place of the binding's functions: (nvml, function) -> a function of the handle, or None.
 OWN_FUNCTIONS: Mapping[str, Callable[[Any, str], Callable[[Any], Any] | None]] = {
     **dict.fromkeys(PROCESS_LISTS, process_list),
     FABRIC: fabric_health,
@@ -147,9 +147,9 @@ OWN_FUNCTIONS: Mapping[str, Callable[[Any, str], Callable[[Any], Any] | None]] =
 
 
 def start() -> Any:
-    """Load the driver library and initialise it; returns the binding.  Raises BackendError: the cause, what to do."""
+    """Load and initialise the driver library, and return the binding.  Raises BackendError: the cause, what to do."""
     try:
-        import pynvml as nvml  # may be missing, and only the process that reads the devices needs it
+        import pynvml as nvml  # it may be missing, and only the process that reads the devices needs it
     except ImportError:
         text = N_("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.")
         raise DriverNotFound(text) from None
@@ -160,7 +160,7 @@ def start() -> Any:
 
 
 def has_glibc() -> bool:
-    """Whether NVIDIA's library can be loaded at all: asked of the C library itself, at no import."""
+    """Return whether NVIDIA's library can be loaded at all, asking the C library itself, and not at import."""
     try:
         return bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (ValueError, OSError):
@@ -177,7 +177,7 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
             "`--backend simulated` tries gpuguard without a GPU."
         )
         return DriverNotFound(text)
-    # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
+    # This call answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
     library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = NVIDIA.kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
@@ -204,10 +204,11 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
 
 
 # How long an answer is kept: a fact for ever, a setting for nvml.SETTINGS_SECONDS and, where BRIEF is wanted, a recent
-# one for nvml.RECENT_SECONDS.  Of other calls only the refusal is kept, as a setting: the device does not have it.
+# one for nvml.RECENT_SECONDS.  Of other calls only a refusal is kept, as a setting, because the device does not have
+# the value.
 Keep = Literal["fact", "setting", "recent", "refusal"]
 Answers = dict[tuple[Any, ...], CallResult]  # by function and arguments
-Rates = dict[str, Any]  # of a process: the field of the model, percent or None
+Rates = dict[str, Any]  # of a process: field of the model -> percent or None
 
 
 class KnownDevice:
@@ -225,19 +226,19 @@ class KnownDevice:
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
         self.listed: list[GpuProcess] = []  # ... and the processes in them
-        self.ended: set[int] = set()  # pids that are listed still, although no process had them at some sample
+        self.ended: set[int] = set()  # pids that are still listed although no process had them at some sample
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
-        # (when, KiB since ever by link and field) of what goes over NVLink
+        # The traffic over NVLink: (when it was read, KiB since ever by link and field).
         self.flow: tuple[float, dict[tuple[int, str], int]] | None = None
-        self.utilizations: dict[tuple[int, float | None], tuple[float, Rates]] = {}  # when read and what, of processes
+        self.utilizations: dict[tuple[int, float | None], tuple[float, Rates]] = {}  # of processes: when read, and what
 
 
 class DeviceLost(Exception):
-    """Any further call on this device would fail, too."""
+    """The device is lost, and any further call on it would fail as well."""
 
 
 class Reading:
-    """What is known so far of one device in one sample."""
+    """The values, gaps and problems known so far of one device in one sample."""
 
     def __init__(self, nvml: Any, device: KnownDevice, fields: Collection[str]) -> None:
         self.nvml = nvml
@@ -247,7 +248,7 @@ class Reading:
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
         self.stats: dict[int, Stat] = {}  # of the processes that it lists
-        self.gone: set[int] = set()  # pids that it lists, and that no process has
+        self.gone: set[int] = set()  # pids that it lists but no process has
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def call(self, function: str, *arguments: Any) -> CallResult:
@@ -263,7 +264,7 @@ class Reading:
         return answer
 
     def call_kept(self, keep: Keep, function: str, *arguments: Any) -> CallResult:
-        """As call(), but what is kept of the device is not asked again: see Keep."""
+        """Call *function* as call(), unless its answer is kept: see Keep."""
         device, key = self.device, (function, *arguments)
         kept = {
             "fact": device.facts,
@@ -300,6 +301,6 @@ class Reading:
             self.problems.append(text)
 
     def fault(self, function: str, answer: CallResult) -> None:
-        """A code that a healthy device does not give, from a call that always works on one, is a problem."""
+        """Note a problem if a call that always works on healthy devices gave a code that those do not give."""
         if answer.code and answer.code not in ABSENT and answer.code != RESET_REQUIRED:
             self.problem(f"{function}: {answer.reason}")

@@ -1,16 +1,16 @@
 """A recording: how it is written and read, and the backend that shows one again as it happened.
 
     replay:FILE                   from its beginning on, as fast as it was
-    replay:FILE?speed=60&at=10m   an hour per minute, from ten minutes behind the beginning on; at=end: the last sample
+    replay:FILE?speed=60&at=10m   an hour per minute, from ten minutes after the beginning on; at=end: the last sample
 
-The first sample() is the beginning; each later one is as far behind it as time has passed since, times the speed.
-At the end the last sample stays.  Its snapshots say that they are of another time: see Snapshot.recorded.
+The first sample() is the beginning; each later one is as far after it as the time that has passed since, times the
+speed.  At the end the last sample stays.  The snapshots say that they are of another time: see Snapshot.recorded.
 
-The file is gzip, one JSON object per line and sample; whatever was written whole can be read.  The first line is the
-head, {"gpuguard_recording": 1, ...}.  Each further one is a sample: now and then a whole one, {"whole": {...}}, in
-between what has changed since the one before, {"changed": {...}}.  Each whole sample begins a gzip member and each line
-is flushed, so a killed recorder loses at most the line that it was writing, and a file that was cut off is read up to
-there.
+The file is gzip, one JSON object per line and sample; every line that was written whole can be read.  The first line is
+the head, {"gpuguard_recording": 1, ...}.  Each further line is a sample: now and then a whole one, {"whole": {...}},
+and in between only the changes since the sample before, {"changed": {...}}.  Each whole sample begins a gzip member and
+each line is flushed, so a killed recorder loses at most the line that it was writing, and a file that was cut off is
+read up to there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 WHOLE_EVERY = 60  # samples
-MAX_LINE = 16 * 2**20  # bytes of one sample: 1,000 times that of a large machine
+MAX_LINE = 16 * 2**20  # bytes of one sample: 1,000 times one of a large machine
 _GZIP = 31  # window bits of zlib that mean gzip
 
 # The marks of a change; no key of a sample looks like them.
@@ -43,18 +43,18 @@ _SET, _ITEMS, _GONE = "=", "#", "-"
 
 
 class RecordingWriter:
-    """Writes one recording, and a further one beside it when it grows too large."""
+    """A writer of one recording, which begins another file when the first grows too large."""
 
     def __init__(self, path: str, head: dict[str, Any], *, most: int | None = None, append: bool = False) -> None:
         """Open *path*.
 
         Args:
             path: of a new file; it is readable by this user alone, because command lines are in it.
-            head: what else the first line says.
-            most: bytes after which it becomes PATH.1, in the place of an older one, and a new file begins; None: never.
-            append: go on behind what a former recorder has written.
+            head: the further content of the first line.
+            most: bytes after which it becomes PATH.1, in place of an older one, and a new file begins; None: never.
+            append: go on after the last line that a former recorder has written.
 
-        Raises InvalidRequest where it is there already, or cannot be written.
+        Raises InvalidRequest if the file exists already or cannot be written.
         """
         self.path, self._head, self._most = path, {"gpuguard_recording": VERSION, **head}, most
         self._begin(append)
@@ -74,7 +74,7 @@ class RecordingWriter:
         self._line(self._head)
 
     def write(self, sample: dict[str, Any]) -> None:
-        """Add one sample; it is in the file afterwards.  Raises OSError."""
+        """Add one sample, which is in the file afterwards.  Raises OSError."""
         if self._most is not None and self._size >= self._most:
             self.close()
             os.replace(self.path, f"{self.path}.1")
@@ -103,9 +103,9 @@ class RecordingWriter:
 
 
 def read_samples(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[dict[str, Any]]:
-    """The samples of a recording, the oldest first, up to where it was cut off.  Raises BackendError.
+    """Yield the samples of a recording, the oldest first, up to where it was cut off.  Raises BackendError.
 
-    *advance* is told which share of the file has been read.
+    *advance* gets the share of the file that has been read.
     """
     before: Any = None
     for number, line in enumerate(_lines(path, advance)):
@@ -131,7 +131,7 @@ def read_samples(path: str, advance: Callable[[float], None] = lambda share: Non
 
 
 def _lines(path: str, advance: Callable[[float], None]) -> Iterator[bytes]:
-    """The whole lines of a gzip file of any number of members; ends where it is cut off or damaged."""
+    """Yield the whole lines of a gzip file of any number of members, up to where it is cut off or damaged."""
     begun = False
     try:
         with open_file(path) as raw, gzip.open(raw, "rb") as file:
@@ -155,9 +155,9 @@ def _lines(path: str, advance: Callable[[float], None]) -> Iterator[bytes]:
 
 
 def _change(before: Any, after: Any) -> Any:
-    """What makes *after* of *before*; only for values that differ, or for whole samples."""
+    """Return the change that makes *after* of *before*; only for values that differ, or for whole samples."""
     if isinstance(before, dict) and isinstance(after, dict):
-        # 1 == 1.0 == True for Python, and not for a reader of the file.
+        # To Python 1 == 1.0 == True, but not to a reader of the file.
         same = {key for key in before.keys() & after.keys() if before[key] == after[key]}
         same = {key for key in same if type(before[key]) is type(after[key])}
         change = {key: _change(before.get(key), value) for key, value in after.items() if key not in same}
@@ -184,7 +184,7 @@ def _changed(before: Any, change: Any) -> Any:
 
 
 def pack(record: object) -> dict[str, Any]:
-    """A dataclass of the model as plain JSON values, without those that are its defaults."""
+    """Return a dataclass of the model as plain JSON values, without fields that have their default."""
     missing, kind = object(), type(record)
     return {name: _plain(value) for name, value in vars(record).items() if value != getattr(kind, name, missing)}
 
@@ -196,7 +196,7 @@ def _plain(value: Any) -> Any:
 
 
 def unpack(packed: object) -> Snapshot:
-    """The snapshot that pack() made plain, as one of another time.
+    """Return the snapshot that pack() made plain, marked as one of another time.
 
     A recording may come from anywhere, so every field is checked: a text where a number should be must not reach a view
     or a rule.  Raises BackendError.
@@ -209,7 +209,7 @@ def unpack(packed: object) -> Snapshot:
 
 
 def open(spec: str = "") -> Replay:
-    """The recording that *spec* names, FILE or FILE?speed=60&at=10m.  Raises InvalidRequest or BackendError."""
+    """Open the recording that *spec* names, FILE or FILE?speed=60&at=10m.  Raises InvalidRequest or BackendError."""
     path, _, options = spec.partition("?")
     if not path:
         raise InvalidRequest("say which recording is meant, as in --backend replay:node7.rec.")
@@ -247,7 +247,7 @@ class Replay:
         self._began: float | None = None
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """See Backend.sample.  All fields that were recorded come along."""
+        """Sample as Backend.sample, with all fields that were recorded."""
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         until = self._first + self._at + (now - self._began) * self._speed
@@ -262,7 +262,7 @@ class Replay:
         return replace(snapshot, backend=self.name, devices=tuple(chosen))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._samples = iter(())
 
 

@@ -1,8 +1,8 @@
 """A node that exists only in a file: for laptops, demonstrations, tests, and the rehearsal of policies.
 
 Its processes are real processes: they register what they use, and are gone from the next sample when they are dead,
-however they died.  `gpuguard sim` steers it.  It is in one directory, together with the claims on its devices, so that
-they never mix with claims on real ones.
+however they died.  `gpuguard sim` steers the node.  It lies in one directory, together with the claims on its devices,
+so that these never mix with claims on real devices.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from gpuguard.model import Snapshot
 
 DEFAULT_SPEC = "8xH100-80GB"
-HANG_LOOK_SECONDS = 0.5  # how often a hanging call looks whether it still has to
+HANG_LOOK_SECONDS = 0.5  # how often a hanging call checks whether it still has to hang
 _VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
 _BROKEN = {"lost": ("lost", "the GPU is lost"), "reset": ("reset required", "the GPU needs a reset")}
 
 
 def open(spec: str = "") -> Simulated:
-    """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
+    """Open the node in the directory *spec* (as for directory()), and make one of DEFAULT_SPEC if there is none."""
     place = directory(spec)
     if simulated_node.load(place) is None:
         simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, boot_clock()))
@@ -60,11 +60,11 @@ def open(spec: str = "") -> Simulated:
 
 
 def directory(spec: str = "") -> str:
-    """The absolute path of the directory of a node; it exists afterwards.
+    """Return the absolute path of the directory of a node, which exists afterwards.
 
     It is *spec*, else $GPUGUARD_SIM_DIR, gpuguard-sim in $XDG_RUNTIME_DIR, or /tmp/gpuguard-sim-UID.
 
-    Raises BackendError where it cannot be made, or was not named and belongs to, or is open to, another user.
+    Raises BackendError if it cannot be made, or if it was not named and belongs to, or is open to, another user.
     """
     named = spec or os.environ.get("GPUGUARD_SIM_DIR", "")
     path = os.path.abspath(named) if named else _default_directory()
@@ -96,11 +96,11 @@ def use(
     """Let this process use devices of the simulated node from now on; a further call for a device replaces the former.
 
     Args:
-        devices: indices and uuids; None: what CUDA_VISIBLE_DEVICES leaves.
+        devices: indices and uuids; by default those that CUDA_VISIBLE_DEVICES leaves.
         memory: bytes on each device.
         utilization: percent of each device.
-        ramp: bytes that *memory* grows or shrinks to, evenly, and within how many seconds.
-        lasting: seconds after which the use ends; None: as long as the process lives.
+        ramp: the bytes to which *memory* evenly grows or shrinks, and the seconds that this takes.
+        lasting: seconds after which the use ends; by default it lasts as long as the process.
         kind: compute, graphics, compute+graphics or mps.
         spec: which node, as for directory().
 
@@ -109,7 +109,7 @@ def use(
 
     Raises:
         InvalidRequest: no such device.
-        GpuguardError: a device has not that much free memory, or lets no process in.
+        GpuguardError: a device does not have that much free memory, or lets no process in.
         BackendError: there is no node.
     """
     pid = os.getpid()
@@ -146,12 +146,12 @@ class Simulated:
         self.ahead = False
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
-        # Before anything is read, so that no process that started later is taken for one that was seen.
+        """Sample as Backend.sample.  HEALTH shows MIG instances; each follows its parent and has its parent's index."""
+        # Taken before anything is read, so that no process that started later counts as one that was seen.
         taken_at, clock = time.time(), boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF}  # to leave out what costs nothing would save nothing
+        fields = set(fields) - {model.BRIEF}  # leaving out values that cost nothing would save nothing
         node = current(self.directory)
         seen: list[Device] = []
         gaps: list[Gap] = []
@@ -177,7 +177,7 @@ class Simulated:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
     def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
@@ -198,17 +198,17 @@ class Simulated:
 
 
 def current(place: str) -> SimulatedNode:
-    """The node in *place* without its dead processes.  Raises BackendError where there is none, or it is damaged."""
+    """Return the node in *place* without its dead processes.  Raises BackendError if there is none or it is damaged."""
     node = simulated_node.load(place)
     if node is None:
         raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
     if all(_is_alive(use) for use in node.uses):
         return node
     try:
-        # The moment of death is noted for later samples: memory that is released with a delay, energy.
+        # The moment of death is noted, because later samples need it for energy and for memory released with a delay.
         return simulated_node.update(place, advanced_now)
     except BackendError:
-        # A node that we may only read: no process notes when the dead gave their memory back, so it is back now.
+        # We may only read this node.  No process notes when the dead ones gave their memory back, so it is back now.
         return advanced_now(replace(node, release_delay=0.0))
 
 
@@ -227,7 +227,7 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
     else:
         uuids = find(node, devices if isinstance(devices, str) else ",".join(map(str, devices)))
     first = {device.uuid: device.instances[0].uuid for device in node.devices if device.instances}
-    # As CUDA does: on a divided device a process gets the first instance.
+    # As with CUDA, a process on a divided device gets the first instance.
     return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in uuids))
 
 
@@ -259,13 +259,13 @@ def _refusing(
 
 
 def advanced_now(node: SimulatedNode) -> SimulatedNode:
-    """*node* without its dead processes and with its energy added up to now: what each change starts from."""
+    """Return *node*, as each change needs it, without its dead processes and with its energy added up to now."""
     return advanced(node, boot_clock(), _is_alive)
 
 
 def _is_alive(use: Use) -> bool:
     if use.uid is not None and procfs.uid_of(use.pid) not in (use.uid, None):
-        return False  # a user can say of their own processes alone that they are on a device: others could be ended
+        return False  # users register only their own processes; otherwise they could get others' processes ended
     stat = procfs.read_stat(use.pid)
     if stat is None:
         return procfs.alive(use.pid)  # gone, or hidden from this user (hidepid)
@@ -288,7 +288,7 @@ def _is_private(path: str) -> bool:
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
-# The bus numbers of a real 8-GPU board; more devices are in further domains.
+# The bus numbers of a real 8-GPU board; further devices are in further domains.
 _BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
 _BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
 _BUSY_LINK = 6e9  # bytes per second over one NVLink, at 100 % utilization
@@ -298,32 +298,32 @@ Values = dict[str, object]
 
 @dataclass(frozen=True)
 class ReadingContext:
-    """A device, or one of its instances, in a node at a clock."""
+    """A device, or one of its instances, in a node at a given clock."""
 
     node: SimulatedNode
     device: NodeDevice
     instance: Instance | None
     clock: float
-    detailed: bool = False  # whether it is also told who the processes are
+    detailed: bool = False  # whether to tell who the processes are as well
 
     @property
     def uuids(self) -> set[str]:
-        """Whose use counts here: an instance's own, a divided device's also that of its instances."""
+        """The uuids whose use counts here: an instance's own, or a device's own and those of its instances."""
         return {self.instance.uuid} if self.instance else self.node.of(self.device)
 
     @property
     def memory_total(self) -> int:
-        """Bytes."""
+        """The size of the memory in bytes."""
         return (self.instance or self.device.model).memory_total
 
     @property
     def utilization(self) -> float:
-        """Percent."""
+        """The utilization in percent."""
         return simulated_node.utilization(self.node, self.device, self.clock)
 
 
 def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
-    """What a driver would say about the device in *context*: the groups in *fields*, and why what is missing is."""
+    """Return the device in *context* as a driver would show it: the groups in *fields*, and gaps for missing values."""
     device, instance = context.device, context.instance
     uuid = instance.uuid if instance else device.uuid
     values: Values = {}
@@ -346,18 +346,18 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
 
 
 def pci_bus_id(device: NodeDevice) -> str:
-    """As NVML writes it, with an eight-digit domain."""
+    """Return the bus id as NVML writes it, with an eight-digit domain."""
     return f"{device.index // len(_BUSES):08X}:{_BUSES[device.index % len(_BUSES)]:02X}:00.0"
 
 
 def numa_node(node: SimulatedNode, device: NodeDevice) -> int:
-    """The first half of four and more devices is on node 0, the second on node 1."""
+    """Return the NUMA node, which is 1 for the second half of four or more devices, and 0 for all others."""
     count = len(node.devices)
     return int(count >= 4 and device.index >= count // 2)
 
 
 def topology(node: SimulatedNode, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
-    """(uuid, uuid, how they are connected) of each pair of those that were read."""
+    """Return (uuid, uuid, how they are connected) for each pair of the devices *uuids*, which were read."""
     devices = [device for device in node.devices if device.uuid in uuids]
     return tuple((one.uuid, other.uuid, _connection(node, one, other)) for one, other in combinations(devices, 2))
 
@@ -390,13 +390,13 @@ def _processes(context: ReadingContext, *, unless_busy: bool = False) -> Values:
     total, listed = context.memory_total, []
     left = total - memory_reserved(total)
     for use in here:
-        # Several that grow at once would reach beyond the device: there the last one gets no more.
+        # Several processes that grow at once would exceed the device, so the last one gets no more.
         memory = min(int(use.memory.at(context.clock)), left)
         left -= memory
         listed.append(_process(use, context, memory))
     if "implausible" not in context.device.faults:
         return {"processes": tuple(listed)}
-    # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
+    # The kind of list that a driver of another version gave: memory sizes read as pids, pids of all ones.
     torn = (GpuProcess(1073741824, 0), GpuProcess(4294967295, 2**40), GpuProcess(0))
     return {"processes": (*listed, *torn), "processes_plausible": False}
 
@@ -405,7 +405,7 @@ def _process(use: Use, context: ReadingContext, memory: int) -> GpuProcess:
     registered = GpuProcess(use.pid, memory, use.kind, use.start_time)
     found = procfs.described(registered) if context.detailed else procfs.identified(registered)
     if found.start_time != use.start_time:
-        return registered  # it has just ended, and the pid may be another process's already
+        return registered  # it has just ended, and its pid may already be another process's
     if not context.detailed:
         return found
     return replace(
@@ -492,7 +492,7 @@ def _ecc(context: ReadingContext) -> Values:
     return {
         "ecc_mode": known or None,
         **{f"ecc_{name}": 0 if known else None for name in counters},
-        "retired_pages": None,  # older than all our models: they remap rows instead
+        "retired_pages": None,  # all our models are newer and remap rows instead
         "remapped_rows": 0 if known else None,
         "remapped_rows_uncorrected": 0 if known else None,
     }
@@ -540,7 +540,7 @@ _READERS: dict[str, Callable[[ReadingContext], Values]] = {
     model.NVLINK: lambda context: {"nvlink_links": _links(context)},
     model.NVLINK_FLOW: _nvlink_flow,
 }
-# An instance has nothing of its own to say here, and real drivers say nothing.
+# An instance has no values of its own in these groups, and real drivers give none.
 _OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.MEDIA, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
-# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the node device and for its instances.
+# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for a divided device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

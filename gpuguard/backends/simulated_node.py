@@ -5,8 +5,8 @@ process of ours runs.  Memory and utilization follow the processes; temperature 
 
 The state is in one file, which several terminals share.  Readers need no lock, because the file is only ever replaced
 as a whole; writers take turns by an flock on a file beside it (not on the state itself: a lock on a file that gets
-replaced guards nothing).  Of a node that is shared only root changes that file: what each user's processes use stands
-in files of that user beside it.  The format is private to this module.  Does not look at processes: see simulated.
+replaced guards nothing).  If the node is shared, only root changes that file, and the uses of each user's processes are
+in files of that user beside it.  The format is private to this module, which does not look at processes: see simulated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # per second of one lane, by PCI
 
 @dataclass(frozen=True)
 class Model:
-    """What all devices of one model have in common."""
+    """The values that all devices of one model have in common."""
 
     name: str
     memory_total: int  # bytes
@@ -60,7 +60,7 @@ def _model(name: str, mebibytes: int, watts: int, idle: int, sm: int, memory: in
     return Model(f"NVIDIA {name}", mebibytes * MiB, watts, idle, sm, memory, pcie, **more)  # type: ignore[arg-type]
 
 
-# (model, GiB on the box) -> what `nvidia-smi -q` shows on such a device.  Without a memory, the first one is meant.
+# (model, GiB on the box) -> what `nvidia-smi -q` shows on such a device.  A name alone means its first row.
 MODELS = {
     ("T4", 16): _model("Tesla T4", 15360, 70, 10, 1590, 5001, 3),
     ("V100", 16): _model("Tesla V100-SXM2-16GB", 16384, 300, 42, 1530, 877, 3, nvlinks=6),
@@ -85,7 +85,7 @@ _PROFILE = re.compile(r"([1-7])g\.(\d{1,3})gb")
 
 
 def parse_spec(spec: str) -> tuple[SpecPart, ...]:
-    """The devices of *spec*, in index order: "8xH100-80GB", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb".
+    """Return the devices of *spec*, in index order: "8xH100-80GB", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb".
 
     A model that is not in MODELS needs a memory: "4xFoo-24GB".  As on the box it comes in, GB means GiB here.
     Raises InvalidRequest, which says what can be written.
@@ -101,7 +101,7 @@ def parse_spec(spec: str) -> tuple[SpecPart, ...]:
 
 
 def instance_memory(profile: str) -> int:
-    """Bytes of a MIG instance with that profile; real ones have a little less than their name says."""
+    """Return the bytes of a MIG instance with that profile; real ones have a little less than their name says."""
     return int(profile.partition(".")[2].removesuffix("gb")) * 1008 * MiB
 
 
@@ -192,7 +192,7 @@ BUSY_POWER_SHARE = 0.95  # of the power limit, at 100 %
 
 @dataclass(frozen=True)
 class WorkPattern:
-    """A number on its way from *start* to *end* in a straight line; *since* and *over* in seconds of the clock."""
+    """A number that moves from *start* to *end* in a straight line; *since* and *over* are seconds of the clock."""
 
     start: float
     end: float
@@ -200,7 +200,7 @@ class WorkPattern:
     over: float = 0.0
 
     def at(self, clock: float) -> float:
-        """Where it is at *clock*."""
+        """Return the number at *clock*."""
         if clock >= self.since + self.over:
             return self.end
         if clock <= self.since:  # a reader's clock may be older than the state that it reads
@@ -220,7 +220,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class NodeDevice:
-    """A device of the node.  What `sim set` did not set is None and follows from the processes."""
+    """A device of the node.  Values that `sim set` did not set are None and follow from the processes."""
 
     index: int
     uuid: str
@@ -228,7 +228,7 @@ class NodeDevice:
     instances: tuple[Instance, ...] = ()
     faults: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()  # fields of model.Device that the driver does not tell
-    given: tuple[tuple[str, float], ...] = ()  # fields that it tells as `sim set --field` says
+    given: tuple[tuple[str, float], ...] = ()  # fields that have the values of `sim set --field`
     latency: float = 0.0  # seconds that reading it takes
     compute_mode: str = "default"
     temperature: WorkPattern | None = None
@@ -248,9 +248,9 @@ class Use:
     memory: WorkPattern
     utilization: float
     kind: str = "compute"
-    until: float | None = None  # clock; None: as long as it lives
-    uid: int | None = None  # of the file of a shared node that says so; None: the node's own file does
-    file: str = ""  # its name
+    until: float | None = None  # clock, or None if it lasts as long as the process
+    uid: int | None = None  # owner of the shared node's file that says so, or None if the node's own file does
+    file: str = ""  # the name of that file
 
 
 @dataclass(frozen=True)
@@ -264,22 +264,22 @@ class ScheduledRelease:
 
 @dataclass(frozen=True)
 class SimulatedNode:
-    """The whole state."""
+    """The whole state of the node."""
 
     spec: str
     devices: tuple[NodeDevice, ...]
     uses: tuple[Use, ...] = ()
     releases: tuple[ScheduledRelease, ...] = ()
     release_delay: float = 0.0  # seconds
-    shared: bool = False  # whether all users see it and use it; root steers it
+    shared: bool = False  # whether all users see and use it; root steers it
 
     def of(self, device: NodeDevice) -> set[str]:
-        """The uuids under which *device* is used: its own and those of its instances."""
+        """Return the uuids under which *device* is used: its own and those of its instances."""
         return {device.uuid, *(instance.uuid for instance in device.instances)}
 
 
 def new_node(spec: str, place: str, clock: float, *, shared: bool = False) -> SimulatedNode:
-    """A node as *spec* says.  Its uuids follow from *place* (its directory) and the position, so they come back."""
+    """Make a node as *spec* says.  Its uuids follow from *place* (its directory) and the index, so they come back."""
     devices = tuple(
         NodeDevice(
             index=index,
@@ -297,7 +297,7 @@ def new_node(spec: str, place: str, clock: float, *, shared: bool = False) -> Si
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
-    """The uuids that *names* means: "all", or indices, uuids or beginnings of some.  Raises InvalidRequest."""
+    """Return the uuids that *names* means: "all", or indices, uuids or beginnings of uuids.  Raises InvalidRequest."""
     if names.strip() == "all":
         return tuple(device.uuid for device in node.devices)
     found = []
@@ -322,19 +322,19 @@ def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
 
 
 def memory_total(node: SimulatedNode, uuid: str) -> int:
-    """Bytes of the device or instance *uuid*."""
+    """Return the bytes of the device or instance *uuid*."""
     sizes = {device.uuid: device.model.memory_total for device in node.devices}
     sizes |= {instance.uuid: instance.memory_total for device in node.devices for instance in device.instances}
     return sizes[uuid]
 
 
 def memory_reserved(total: int) -> int:
-    """Bytes of *total* that driver and firmware keep."""
+    """Return the bytes of *total* that driver and firmware keep."""
     return int(total * RESERVED_SHARE) // 2**20 * 2**20
 
 
 def memory_used(node: SimulatedNode, uuids: set[str], clock: float) -> int:
-    """Bytes in use on a device or instance, at most what it has; *uuids* as Node.of gives them."""
+    """Return the bytes in use on a device or instance, at most what it has; *uuids* come from SimulatedNode.of."""
     device = next((device for device in node.devices if device.uuid in uuids), None)
     used = IDLE_MEMORY + sum(use.memory.at(clock) for use in node.uses if use.device in uuids and running(use, clock))
     used += sum(release.memory for release in node.releases if release.device in uuids and release.until > clock)
@@ -345,12 +345,12 @@ def memory_used(node: SimulatedNode, uuids: set[str], clock: float) -> int:
 
 
 def running(use: Use, clock: float) -> bool:
-    """Whether its time is not over yet."""
+    """Return whether the time of *use* is not over yet."""
     return use.until is None or clock < use.until
 
 
 def utilization(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
-    """Percent."""
+    """Return the utilization in percent."""
     if device.utilization:
         return device.utilization.at(clock)
     here = node.of(device)
@@ -358,33 +358,36 @@ def utilization(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
 
 
 def temperature(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
-    """Degrees Celsius.  Idle devices differ by a few degrees, as they do in a rack."""
+    """Return the temperature in degrees Celsius.  Idle devices differ by a few degrees, as they do in a rack."""
     if device.temperature:
         return device.temperature.at(clock)
     return IDLE_TEMPERATURE + device.index % 4 + BUSY_WARMING * utilization(node, device, clock) / 100
 
 
 def power_draw(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
-    """Watts."""
+    """Return the power draw in watts."""
     idle = device.model.idle_power
     busy = BUSY_POWER_SHARE * device.model.power_limit
     return idle + (busy - idle) * utilization(node, device, clock) / 100
 
 
 def total_energy(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
-    """Joules since the node was started: exact for everything that moves in straight lines."""
+    """Return the joules since the node was started, exactly for everything that moves in straight lines."""
     times = [device.energy_since, clock]
     if device.utilization:
         times += [device.utilization.since, device.utilization.since + device.utilization.over]
     times += [use.until for use in node.uses if use.until is not None]
     between = sorted({time for time in times if device.energy_since <= time <= clock})
-    # The middle of a straight piece is its mean, and is on the right side of every step.
+    # The value in the middle of a straight piece is its mean, and the middle is on the right side of every step.
     spent = sum(power_draw(node, device, (start + end) / 2) * (end - start) for start, end in pairwise(between))
     return device.energy + spent
 
 
 def advanced(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) -> SimulatedNode:
-    """*node* with its energy added up to *clock*, without dead processes, with what they leave behind for a while."""
+    """Return *node* with its energy added up to *clock* and without dead processes.
+
+    The memory that those leave behind for a while becomes releases.
+    """
     gone = [use for use in node.uses if not running(use, clock) or not alive(use)]
     ends = [clock if running(use, clock) else use.until or clock for use in gone]
     left = [
@@ -402,7 +405,7 @@ def advanced(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) ->
 
 
 def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, object]) -> SimulatedNode:
-    """*node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
+    """Return *node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
     for uuid in uuids:
         if uuid not in {device.uuid for device in node.devices}:
             raise InvalidRequest(_("{uuid} is a MIG instance: name the GPU that it belongs to.").format(uuid=uuid))
@@ -417,17 +420,17 @@ def _uuid(kind: str, *facts: object) -> str:
 
 STATE = "node.json"
 LOCK = "node.lock"
-USES = "uses"  # where each user writes what their processes use of a shared node
+USES = "uses"  # where users write the uses of a shared node by their processes
 MAX_BYTES = 2**24
 _USE_BYTES = 2**12
 _USES_AT_MOST = 4096
 LOCK_SECONDS = 10.0  # a change takes a millisecond; only a stopped process can hold the lock for longer
 _SCHEMA = 1
-_LONGEST = 86400.0  # seconds of a device's answer
+_LONGEST = 86400.0  # seconds that a device may take to answer
 
 
 def load(directory: str) -> SimulatedNode | None:
-    """The node in *directory*; None if there is none.  Raises BackendError."""
+    """Return the node in *directory*, or None if there is none.  Raises BackendError."""
     path = os.path.join(directory, STATE)
     try:
         node = _decoded(loads(read_file(path, MAX_BYTES)))
@@ -444,7 +447,7 @@ def load(directory: str) -> SimulatedNode | None:
 
 
 def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool = False) -> tuple[SimulatedNode, bool]:
-    """The node in *directory* and whether it is new: *make* is called when there is none, or with *replace*."""
+    """Return the node in *directory* and whether it is new: *make* is called if there is none, or with *replace*."""
     with _locked(directory):
         node = None if replace else load(directory)
         if node:
@@ -457,9 +460,9 @@ def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool =
 def update(
     directory: str, change: Callable[[SimulatedNode], SimulatedNode], *, uses_only: bool = False
 ) -> SimulatedNode:
-    """Change the node while no other process does; returns what it is now.  Raises BackendError.
+    """Change the node while no other process does, and return the changed node.  Raises BackendError.
 
-    Every user may change the uses of a shared node: with *uses_only* nothing else of it is written.
+    Every user may change the uses of a shared node, so with *uses_only* nothing else of it is written.
     """
     with _locked(directory):
         node = load(directory)
@@ -476,7 +479,7 @@ def update(
 
 
 def remove(directory: str) -> bool:
-    """Remove the node; whether there was one.  The lock file stays: another process may be waiting for it."""
+    """Remove the node; return whether there was one.  The lock file stays, as another process may be waiting for it."""
     with _locked(directory):
         try:
             os.unlink(os.path.join(directory, STATE))
@@ -490,7 +493,7 @@ def _locked(directory: str) -> Iterator[None]:
     path = os.path.join(directory, LOCK)
     try:
         try:
-            # flock needs no write access, so users who may only read the directory can take their turn, too.
+            # flock needs no write access, so users who may only read the directory can also take their turn.
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -529,7 +532,7 @@ def _read_uses(directory: str) -> tuple[Use, ...]:
     for name in sorted(os.listdir(place))[:_USES_AT_MOST]:
         if not name.endswith(".json"):
             continue
-        with suppress(OSError, ValueError):  # it has just gone, or is no file of ours: it counts for nothing
+        with suppress(OSError, ValueError):  # it has just gone, or is no file of ours, and counts for nothing
             descriptor, status = open_regular(os.path.join(place, name))
             with os.fdopen(descriptor, "rb") as file:
                 use = decode(Use, loads(file.read(_USE_BYTES)))
@@ -541,11 +544,11 @@ def _read_uses(directory: str) -> tuple[Use, ...]:
 def _save_uses(directory: str, before: tuple[Use, ...], after: tuple[Use, ...]) -> None:
     place = os.path.join(directory, USES)
     for use in set(before) - set(after):
-        with suppress(OSError):  # of another user, who removes it
+        with suppress(OSError):  # it belongs to another user, who removes it
             os.unlink(os.path.join(place, use.file))
     try:
         for use in set(after) - set(before):
-            # A name that no other user can have taken before.
+            # No other user can have taken this name before.
             write_file(os.path.join(place, f"{os.urandom(8).hex()}.json"), json.dumps(asdict(use)).encode())
     except OSError as error:
         raise BackendError(
