@@ -1,13 +1,14 @@
-"""NVIDIA devices through the program nvidia-smi, where its library cannot be loaded; or from what it wrote to a file.
+"""NVIDIA devices through the program nvidia-smi, where its library cannot be loaded; or from its output in a file.
 
     smi             runs `nvidia-smi -q -x`
-    smi:FILE.xml    reads what that has written, wherever and whenever: a snapshot to look at, never to act on
+    smi:FILE.xml    reads its output from any machine and any time: a snapshot to look at, never to act on
 
 One run of the program costs 0.1 s per device and more, so the backend nvml is the better one wherever it works.
 
 Every driver writes other words for "not known" ("N/A", "[Not Supported]", "ERR!", "Requested functionality has been
-deprecated", ...), so none of them is listed: what is no number with the right unit is a gap, and its text the reason.
-Who a process is stands in /proc, and only of this machine, now: the processes of a saved file stay pids with a name.
+deprecated", ...), so none of them is listed: a text that is no number with the right unit is a gap, and is its reason.
+The identity of a process comes from /proc, which knows only this machine as it is now, so the processes of a saved file
+stay pids with a name.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _UNREAD = frozenset({"supported_clocks", "accounted_processes"})  # nine tenths 
 
 
 def parse(document: bytes) -> Element:
-    """The root of *document*, the XML that `nvidia-smi -q -x` prints, as a small tree.
+    """Return the root of *document*, the XML that `nvidia-smi -q -x` prints, as a small tree.
 
-    A document may come from anywhere (a saved file), so nothing in it is looked up elsewhere: no entities, no DTD of
-    its own, no more than MAX_BYTES, MAX_ELEMENTS and MAX_DEPTH.
-    Raises BackendError for what is not XML, not nvidia-smi's, or built to hurt its reader.
+    A document may come from anywhere (a saved file), so nothing in it is looked up elsewhere, and it may have no
+    entities, no DTD of its own, and no more than MAX_BYTES, MAX_ELEMENTS and MAX_DEPTH.
+    Raises BackendError if it is not XML, not nvidia-smi's, or built to hurt its reader.
     """
     if len(document) > MAX_BYTES:
         _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
@@ -73,7 +74,7 @@ def parse(document: bytes) -> Element:
 
 
 def _without_warnings(document: bytes) -> bytes:
-    """The document without the lines that nvidia-smi prints before or after it: "WARNING: infoROM is corrupted ..."."""
+    """Return the document without lines like "WARNING: infoROM is corrupted ..." that nvidia-smi prints around it."""
     lines = document.strip().split(b"\n")
     while lines and lines[0].startswith(b"WARNING:"):
         del lines[0]
@@ -83,7 +84,7 @@ def _without_warnings(document: bytes) -> bytes:
 
 
 class _BoundedTree:
-    """Builds the elements, and counts them."""
+    """A builder of the elements, which counts them."""
 
     def __init__(self) -> None:
         self.builder = TreeBuilder()
@@ -121,7 +122,7 @@ def _refuse(why: str) -> NoReturn:
 
 
 def word_at(element: Element, path: str) -> str | None:
-    """The text at *path*; None where there is no such element, or it has elements inside."""
+    """Return the text at *path*, or None if there is no such element or it has elements inside."""
     found = element.find(path)
     return None if found is None or len(found) else _text(found)
 
@@ -131,7 +132,7 @@ def _text(element: Element) -> str:
 
 
 def _reason(word: str | None) -> str:
-    """Why *word* makes no value."""
+    """Return the reason why *word* is no value."""
     return "it is missing in the document" if word is None else word or "empty"
 
 
@@ -149,7 +150,7 @@ _NOT_TOLD = "nvidia-smi does not tell it"
 
 
 def number(unit: str, scale: float = 1, kind: type[float] = float) -> Callable[[str], Any]:
-    """A converter of ``"12.5 W"`` or, with *kind* int, ``"8116 MiB"``; of other words it makes None."""
+    """Return a converter of ``"12.5 W"`` or, with *kind* int, ``"8116 MiB"``, which makes None of other words."""
 
     def convert(text: str) -> Any:
         match = _NUMBER.fullmatch(text)
@@ -164,12 +165,12 @@ bytes_per_second = number("KB/s", 1024)  # KiB, as in NVML
 
 
 def name_of(text: str) -> str | None:
-    """A name, unless it is one of the words that stand for none."""
+    """Return *text* as a name, or None if it is one of the words that stand for no name."""
     return None if is_blank(text) or len(text) > _LONGEST_NAME else text
 
 
 def is_blank(text: str) -> bool:
-    """Whether *text* says in any driver's words that there is nothing to say."""
+    """Return whether *text* says in any driver's words that there is nothing to say."""
     low = text.strip("[]").lower()
     return low in ("", "n/a", "none", "unknown", "unknown error", "err!") or low.startswith(_EXCUSES)
 
@@ -178,7 +179,7 @@ _EXCUSES = ("not ", "requested functionality", "insufficient", "function not", "
 
 
 def _bus_id(text: str) -> str | None:
-    # Strictly, as a path in /sys is made of it.  Old drivers write the domain with four digits.
+    # The check is strict, because a path in /sys is made of the id.  Old drivers write the domain with four digits.
     match = re.fullmatch(r"([0-9A-Fa-f]{4}){1,2}(:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])", text, re.ASCII)
     return text.rjust(16, "0") if match else None
 
@@ -190,8 +191,8 @@ def _pstate(text: str) -> int | None:
 _POWER = "gpu_power_readings"
 _LINK = "pci/pci_gpu_link_info"
 
-# Where the fields are that are one element each: the first place that has a value counts.  What stands neither here nor
-# in a reader below, nvidia-smi does not tell.
+# The places of the fields that are one element each; the first place that has a value counts.  nvidia-smi does not tell
+# the fields that are neither here nor in a reader below.
 PLACES: dict[str, tuple[str, ...]] = {
     "name": ("product_name",),
     "pci_bus_id": ("pci/pci_bus_id",),
@@ -236,7 +237,7 @@ _WRITTEN_OTHERWISE: dict[str, Callable[[str], Any]] = {
 
 
 def converter(field: model.DeviceField) -> Callable[[str], Any]:
-    """What makes a value of the text of *field*, or None of a text that is none."""
+    """Return the function that makes a value of the text of *field*, or None of a text that is no value."""
     by_type = _SWITCH.get if field.type.startswith("bool") else _BY_UNIT[field.unit]
     return _WRITTEN_OTHERWISE.get(field.name, by_type)
 
@@ -246,13 +247,13 @@ class SmiReading:
 
     def __init__(self, element: Element, uuid: str, fields: Collection[str], live: bool) -> None:
         self.element, self.uuid, self.fields = element, uuid, fields
-        self.live = live  # whether its processes are those of this machine, now
+        self.live = live  # whether its processes are those that run on this machine now
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
 
     def word(self, path: str) -> str | None:
-        """The text at *path* in its element."""
+        """Return the text at *path* in the element."""
         return word_at(self.element, path)
 
     def gap(self, field: str, reason: str) -> None:
@@ -266,7 +267,7 @@ class SmiReading:
 
 
 def read_rows(reading: SmiReading, group: str) -> None:
-    """The fields of *group* that are one element each."""
+    """Read the fields of *group* that are one element each."""
     for name in model.GROUPED_FIELDS.get(group, ()):
         if name not in PLACES:
             continue
@@ -281,7 +282,7 @@ def read_rows(reading: SmiReading, group: str) -> None:
 
 
 def note_missing(reading: SmiReading) -> None:
-    """A gap for each field of the groups wanted of which nothing was found, nor said why."""
+    """Leave a gap for each field of the wanted groups that has neither a value nor a gap yet."""
     noted = {"problems", *reading.values, *(gap.field for gap in reading.gaps)}
     for name, field in model.DEVICE_FIELDS.items():
         if field.group in reading.fields and name not in noted:
@@ -289,13 +290,13 @@ def note_missing(reading: SmiReading) -> None:
 
 
 def read_memory(reading: SmiReading) -> None:
-    """memory_*: all of them, or none."""
+    """Read memory_*: all of them, or none."""
     words = {name: reading.word(f"fb_memory_usage/{name}") for name in ("total", "used", "free", "reserved")}
     total, used, free, reserved = (None if word is None else mebibytes(word) for word in words.values())
     if total is None or used is None or free is None:
         amounts = {"total": total, "used": used, "free": free}
         reason = _reason(next(words[name] for name, amount in amounts.items() if amount is None))
-    # Each is rounded to MiB for itself, so their sum may miss the total by three of them.
+    # Each is rounded to MiB by itself, so their sum may miss the total by 3 MiB.
     elif total <= 0 or min(used, free) < 0 or used + free > total + 3 * 2**20:
         reason = f"implausible values {words['total']}, {words['used']} used, {words['free']} free"
     else:
@@ -310,7 +311,7 @@ def read_memory(reading: SmiReading) -> None:
 
 
 def read_throttle_reasons(reading: SmiReading) -> None:
-    """throttle_reasons: the names of those that are active; unknown unless each says whether it is."""
+    """Read throttle_reasons, the names of the active ones; unknown unless each says whether it is active."""
     listed = reading.element.find("clocks_event_reasons")
     if listed is None:
         listed = reading.element.find("clocks_throttle_reasons")
@@ -329,7 +330,7 @@ def read_throttle_reasons(reading: SmiReading) -> None:
 
 
 def read_ecc(reading: SmiReading) -> None:
-    """ecc_*, retired_pages, remapped_rows*."""
+    """Read ecc_*, retired_pages and remapped_rows*."""
     for since in ("volatile", "aggregate"):
         for kind, ways in _ECC.items():
             field = f"ecc_{kind}_{since}"
@@ -343,7 +344,7 @@ def read_ecc(reading: SmiReading) -> None:
     _add_up(reading, "remapped_rows_uncorrected", [["remapped_rows/remapped_row_unc"]])
 
 
-_ECC = {  # what is added up, by the way in which a driver writes it: Turing and later; 550 and later; before Turing
+_ECC = {  # the elements to add up, by the way of writing them: Turing and later; 550 and later; before Turing
     "corrected": (("sram_correctable", "dram_correctable"), ("single_bit/total",)),
     "uncorrected": (
         ("sram_uncorrectable", "dram_uncorrectable"),
@@ -354,7 +355,7 @@ _ECC = {  # what is added up, by the way in which a driver writes it: Turing and
 
 
 def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
-    """The sum of the elements of the first way of writing it that is complete."""
+    """Set *field* to the sum of the elements of the first way of writing it that is complete."""
     reason = ""
     for places in ways:
         words = [reading.word(place) for place in places]
@@ -368,7 +369,7 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
 
 
 def read_health(reading: SmiReading) -> None:
-    """problems, mig_mode."""
+    """Read problems and mig_mode."""
     mode = reading.word("mig_mode/current_mig")
     without = mode in (None, "N/A", "[N/A]", "[Not Supported]")  # a device or driver without MIG is not in MIG mode
     if without or mode in _SWITCH:
@@ -396,16 +397,17 @@ _PROBLEMS = {
 }
 
 
-LARGEST_PID = 2**32 - 1  # in a file: Windows counts further than Linux
-# Any other word is taken for both: it counts as use of the device, and is not signalled.
+LARGEST_PID = 2**32 - 1  # in a saved file, because Windows counts further than Linux
+# Any other word is taken for both: such a process counts as use of the device, and is not signalled.
 _KINDS = {"C": "compute", "G": "graphics", "C+G": "compute+graphics", "M": "mps", "M+C": "mps"}
 _OTHER_KIND = "compute+graphics"
 
 
 def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[str, str] | None = None) -> None:
-    """processes and processes_plausible, of those *listed* on the device; PROCESS_DETAILS adds whose they are.
+    """Read processes and processes_plausible from those *listed*; PROCESS_DETAILS adds whose they are.
 
-    *instance* is the ids of the GPU instance and the compute instance whose processes are meant; None: the device's.
+    *instance* holds the ids of the GPU instance and the compute instance whose processes are meant, or is None for the
+    processes of the device.
     """
     if {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(reading.fields):
         return
@@ -437,7 +439,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
     if reason is not None:
         reading.gap("processes", f"implausible list: {reason}")
     if live and (reason or not details):
-        # Of a list that cannot be believed, too: the process with such a pid here is not the one that the driver means.
+        # Also if the list cannot be believed, because the driver does not mean the process that has such a pid here.
         rows = [replace(row, command=None) for row in rows]
     if live and not reason:
         read = procfs.described if details else procfs.identified
@@ -463,7 +465,7 @@ def _process(reading: SmiReading, entry: Element) -> GpuProcess | None:
 
 
 def _merged(rows: Sequence[GpuProcess]) -> list[GpuProcess]:
-    """One process per pid, as the driver library lists one that computes and draws twice."""
+    """Return one process per pid; the driver library lists a process that computes and draws twice."""
     found: dict[int, GpuProcess] = {}
     for row in rows:
         if other := found.get(row.pid):
@@ -476,23 +478,23 @@ def _merged(rows: Sequence[GpuProcess]) -> list[GpuProcess]:
 
 _Read = tuple[Device, list[Gap]]
 
-PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first: 1 to 2 s each
+PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first, which takes 1 to 2 s
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
 _NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
 
 
 def open(spec: str = "") -> Smi:
-    """The devices of this machine, or those in the file *spec*.  Raises BackendError when there is no such program."""
+    """Open the devices of this machine, or those in the file *spec*.  Raises BackendError if there is no nvidia-smi."""
     backend = Smi(spec)
     if spec:
-        backend.document()  # now, so that the user who named it reads what is wrong with it
+        backend.document()  # read now, so that the user who named the file learns what is wrong with it
     elif not shutil.which("nvidia-smi"):
         raise DriverNotFound(_NO_PROGRAM)
     return backend
 
 
 class Smi:
-    """A Backend.  Devices in `skip` are left out: the program reads all of them at once."""
+    """A Backend.  Devices in `skip` are only left out, because the program reads all of them at once."""
 
     name = "smi"
     simulated = False
@@ -502,10 +504,10 @@ class Smi:
         self.progress: Callable[[int | None], object] = lambda index: None
         self.skip: Collection[int] = ()
         self.ahead = False
-        self._uuids: dict[str, str] = {}  # by bus id: a lost device does not tell its own
+        self._uuids: dict[str, str] = {}  # by bus id, because a lost device does not tell its uuid
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """See Backend.sample.  The program reads everything at once, whatever is asked for."""
+        """Sample as Backend.sample.  The program reads everything at once, whatever is asked for."""
         taken_at, clock = time.time(), procfs.boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
@@ -543,10 +545,10 @@ class Smi:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
     def document(self) -> Element:
-        """What nvidia-smi says now, or said then.  Raises BackendError."""
+        """Return what nvidia-smi says now, or said when the file was written.  Raises BackendError."""
         if self.path:
             try:
                 with open_file(self.path) as file:
@@ -560,7 +562,7 @@ class Smi:
         return parse(_output(["-q", "-x"], self.progress))
 
     def _family(self, index: int, element: Element, fields: Collection[str]) -> list[tuple[Device, list[Gap]]]:
-        """A device and its MIG instances."""
+        """Return a device and its MIG instances."""
         bus = element.get("id") or word_at(element, "pci/pci_bus_id") or ""
         told = word_at(element, "uuid") or ""
         uuid = told if told.startswith("GPU-") and is_uuid(told) else self._uuids.get(bus, f"unknown-{index}")
@@ -590,7 +592,7 @@ def _instance(
     element: Element, parent: Device, board: SmiReading, named: dict[str, tuple[str, str]]
 ) -> tuple[Device, list[Gap]]:
     gi, ci = word_at(element, "gpu_instance_id") or "", word_at(element, "compute_instance_id") or ""
-    # The name that CUDA has always understood for an instance, where its own uuid is not told.
+    # An instance that does not tell its uuid gets the name that CUDA has always understood for it.
     profile, uuid = named.get(word_at(element, "index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
     if (told := word_at(element, "uuid") or "").startswith("MIG-") and is_uuid(told):
         uuid = told
@@ -621,13 +623,13 @@ def _instance(
 
 
 def _is_lost(element: Element) -> bool:
-    """Whether nvidia-smi says so in the place of any value; the names of processes are words of their users."""
+    """Return whether nvidia-smi says so in place of any value.  Process names do not count: users choose them."""
     leaves = (leaf for child in element if child.tag != "processes" for leaf in child.iter() if not len(leaf))
     return any(_text(leaf).strip("[] ").lower().startswith(("gpu is lost", "gpu access blocked")) for leaf in leaves)
 
 
 def read_affinity(reading: SmiReading) -> None:
-    """numa_node and cpu_affinity, which only the kernel of this machine tells."""
+    """Read numa_node and cpu_affinity, which only the kernel of this machine tells."""
     bus = str(reading.values.get("pci_bus_id", "")).lower()
     for field, name in (("numa_node", "numa_node"), ("cpu_affinity", "local_cpulist")):
         text = procfs.read_text(f"/sys/bus/pci/devices/{bus[-12:]}/{name}") if reading.live and bus else None
@@ -647,7 +649,7 @@ _READERS: dict[str, Callable[[SmiReading], None]] = {
 
 
 def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
-    """*family* without those that have the uuid of an earlier one: by its uuid a device is claimed."""
+    """Return *family* without those that have the uuid of an earlier device, because a claim goes by the uuid."""
     index = family[0][0].index
     if family[0][0].uuid in known:
         return [(Device(index, f"unknown-{index}", problems=("another GPU has the same uuid",)), [])]
@@ -660,7 +662,7 @@ def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
 
 
 def _named_instances(parent: str, progress: Callable[[int | None], object]) -> dict[str, tuple[str, str]]:
-    """Number of each MIG instance of a device -> (profile, uuid), as `nvidia-smi -L` has them; {} when it fails."""
+    """Return number -> (profile, uuid) of a device's MIG instances, as `nvidia-smi -L` has them; {} if it fails."""
     try:
         lines = _output(["-L"], progress).decode("utf-8", "replace").splitlines()
     except BackendError:
@@ -676,7 +678,7 @@ def _named_instances(parent: str, progress: Callable[[int | None], object]) -> d
 
 
 def _output(options: list[str], progress: Callable[[int | None], object]) -> bytes:
-    """What `nvidia-smi OPTIONS` prints; *progress* is called while it runs.  Raises BackendError."""
+    """Return what `nvidia-smi OPTIONS` prints, and call *progress* while it runs.  Raises BackendError."""
     ended: list[subprocess.CompletedProcess[bytes] | Exception] = []
 
     def work() -> None:
@@ -690,7 +692,7 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
         except (OSError, subprocess.SubprocessError) as error:
             ended.append(error)
 
-    # A thread of its own, as a program in an uninterruptible driver call does not end even when it is killed.
+    # It has a thread of its own, because in an uninterruptible driver call it does not end even when it is killed.
     thread = threading.Thread(target=work, name="nvidia-smi", daemon=True)
     thread.start()
     deadline = time.monotonic() + PROGRAM_SECONDS + 1
@@ -706,7 +708,7 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
         )
     if isinstance(result, Exception):
         raise BackendError(f"nvidia-smi cannot be started: {result}.  Choose another --backend.")
-    # A lost device is an error to the program (15) and to its neighbours none: what it wrote counts.
+    # The program calls a lost device an error (15), but its neighbours are fine, so the output counts.
     if result.returncode and not result.stdout.lstrip().startswith(b"<?xml"):
         said = (result.stdout.strip() or result.stderr.strip()).decode("utf-8", "replace")
         text = " ".join(said.split())[:300]
@@ -718,7 +720,7 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
 
 
 def _time_of(text: str) -> float | None:
-    """``"Fri Aug  4 11:44:30 2023"``, in the time zone of this machine, as unix time; whatever language is set here."""
+    """Return the unix time of ``"Fri Aug  4 11:44:30 2023"``, in the zone of this machine, whatever its language is."""
     try:
         parsed = parsedate(text)
         return time.mktime((*parsed[:8], -1)) if parsed else None

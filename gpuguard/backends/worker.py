@@ -1,7 +1,7 @@
-"""The process that reads the devices for another one, its client: it answers over two pipes.
+"""The process that reads the devices for another process, its client, which it answers over two pipes.
 
 A request is (fields, devices, skip, ahead), a reply ("ready", version), ("snapshot", packed) or ("error", class,
-message, attributes).  How it is started, and how both travel: see spawn; what takes too long: see client.
+message, attributes).  See spawn for how it is started and how both travel, and client for calls that take too long.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def _end_with_the_client(life: int) -> None:
 
 
 def pack(snapshot: Snapshot, sent: SentProcesses) -> dict[str, Any]:
-    """A snapshot as plain values; of a device whose processes are as they were the last time, True in their place.
+    """Return a snapshot as plain values, with True in place of a device's processes if they are as the last time.
 
-    Values that are a field's default are left out: a program from before an upgrade starts the worker of the new
-    version, and does not know the fields that are new.
+    Values that are a field's default are left out, because a program from before an upgrade starts the worker of the
+    new version and does not know the fields that are new.
 
     Args:
-        snapshot: to send.
-        sent: what each device's were the last time; changed in place, and so at the other end by unpack().
+        snapshot: the one to send.
+        sent: the processes of each device the last time; changed in place, as unpack() does at the other end.
     """
     devices = [{**_without_defaults(device), "processes": _packed(device, sent)} for device in snapshot.devices]
     further = {"gaps": [vars(gap) for gap in snapshot.gaps], "claims": [vars(claim) for claim in snapshot.claims]}

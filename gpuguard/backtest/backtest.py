@@ -1,8 +1,8 @@
 """What policies would have done: the same rules and the same engine, on samples of another time or of a test.
 
 A process that is terminated in a rehearsal is gone from its next sample on, with its memory, and so is a claim that
-is released; no user reacts to a warning, so the figures are the worst case.  What is checked right before a signal (see
-preflight) is not rehearsed.
+is released; no user reacts to a warning, so the figures are the worst case.  The checks right before a signal (see
+preflight) are not rehearsed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
 from gpuguard.policies.policy import Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
-HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
+HELD = 2**30  # bytes above which a device counts as held; a driver keeps less than that for itself
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Act:
     host: str
     policy: str
     action: str
-    jobs: tuple[str, ...]  # whom it would have hit; () when it is about a device or a claim alone
+    jobs: tuple[str, ...]  # those that it would have hit; () if it is about a device or a claim alone
     user: str | None
     device: str | None
-    since: float  # of the same kind as time: when the condition began to hold
+    since: float  # when the condition began to hold, in the same seconds as time
     why: str
 
 
 @dataclass(frozen=True)
 class PredictedEnd:
-    """A job that a policy would have ended, and what it did afterwards in truth."""
+    """A job that a policy would have ended, and what it really did afterwards."""
 
     job: str
     host: str
@@ -51,10 +51,10 @@ class PredictedEnd:
 
 @dataclass(frozen=True)
 class Backtest:
-    """The result."""
+    """The result of a backtest."""
 
     acts: tuple[Act, ...] = ()  # in the order of time
-    endings: tuple[PredictedEnd, ...] = ()  # likewise, each job once
+    endings: tuple[PredictedEnd, ...] = ()  # in the order of time, each job once
     held: float = 0.0  # GPU-seconds for which all jobs together held devices
     longest_gap: float = 0.0  # seconds without a sample after which durations started anew
     holes: int = 0  # how often that was the case, at most
@@ -62,7 +62,7 @@ class Backtest:
 
 
 def blind_spots(recording: Recording, policies: Iterable[Policy]) -> list[tuple[str, str, str]]:
-    """(policy, rule, what the recording does not tell) for each rule that finds nothing in any table."""
+    """Return (policy, rule, what the recording does not tell) for each rule that finds nothing in any table."""
     if recording.replayed:
         return []
     found = []
@@ -91,9 +91,9 @@ def backtest(
 ) -> Backtest:
     """Judge a whole recording, every machine with a memory of its own, by all *policies*, enforced or not.
 
-    *uid_of* says who is who, as it did for the policies.  *longest_gap*: seconds without a sample after which durations
-    start anew; 3 intervals, as in the daemon, if None.  *zone*: seconds east of UTC.  *advance* is told the share that
-    has been judged.  *desktop_memory*: as for rehearse().
+    *uid_of* gives users their numbers, as it did for the policies.  *longest_gap* is the seconds without a sample after
+    which durations start anew; 3 intervals, as in the daemon, if None.  *zone* is in seconds east of UTC.  *advance*
+    gets the share that has been judged.  *desktop_memory* is as for rehearse().
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
@@ -155,11 +155,11 @@ def rehearse(
     zone: float = 0.0,
     desktop_memory: int | None = None,
 ) -> Iterator[tuple[RuleView, Judgement]]:
-    """Each sample as it was judged, with what came out; what is ended is missing from the next one.
+    """Yield each sample as it was judged, with the judgement; what that ends is missing from the next sample.
 
     *views* are of one machine, with a clock that rises.  *interval* is in seconds; after more than three without a
-    sample durations start anew.  *zone*: seconds east of UTC.  *desktop_memory*: what the policy file says of it; None:
-    as it was when the sample was taken.
+    sample, durations start anew.  *zone* is in seconds east of UTC.  *desktop_memory* is the one of the policy file, or
+    None for the one that was valid when the sample was taken.
     """
     memory = EngineMemory()
     gone: set[ProcessIdentity] = set()
@@ -185,7 +185,7 @@ def rehearse(
 
 
 def _is_refused(verdict: Verdict) -> bool:
-    """Whether the guard would take nothing away: from root it never does."""
+    """Return whether the guard would do nothing, because it never takes anything away from root."""
     subject, processes = verdict.finding.subject, verdict.finding.processes
     people = {(row.uid, row.user) for row in processes} or {(subject.uid, subject.user)}
     return verdict.action in HARMFUL and all(uid == 0 or user == "root" for uid, user in people)
@@ -202,7 +202,7 @@ def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple
             utilization = device.utilization if left else 0.0
             device = replace(device, processes=left, memory_used=memory, utilization=utilization)
         devices.append(device)
-    # A claim lives as long as the process that made it, unless it is taken back.
+    # A claim lives as long as the process that made it, unless it is released.
     pids = {pid for pid, _ in gone}
     claims = (claim for claim in snapshot.claims if claim.pid not in pids and (claim.uid, claim.id) not in released)
     return replace(snapshot, devices=tuple(devices), claims=tuple(claims))

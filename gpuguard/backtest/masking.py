@@ -1,7 +1,7 @@
 """A sample in which no user and no thing can be recognised: host, people, programs, uuids, bus ids, containers, notes.
 
-The same name gets the same mask throughout one recording, and no mask tells anything of the name: they are numbered
-as they come.  A field that is not named here does not pass.  Times, sizes, models and pids stay as they are.
+The same name gets the same mask throughout one recording, and no mask tells anything of the name, because masks are
+numbered as they come.  A field that is not named here does not pass.  Times, sizes, models and pids stay as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS_OF = {
     "host": ("cpu memory network traced", "terminal"),
     "use": ("cpu memory", "user"),
 }
-# noun -> (fields that stay, fields that are masked): together all that there are
+# Of each noun the fields that stay, and those that are masked; together they are all fields.
 KEPT: dict[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}
 MASKED: dict[str, frozenset[str]] = {noun: frozenset(masked.split()) for noun, (_, masked) in _FIELDS_OF.items()}
 KEPT["device"] |= {field.name for field in DEVICE_FIELDS.values() if not field.masked}
@@ -54,7 +54,7 @@ class Mask:
             "gaps": lambda value: list(map(self._gap, value)),
             "topology": lambda value: [[self._uuid(left), self._uuid(right), how] for left, right, how in value],
             "claims": lambda value: [self._noun("claim", claim) for claim in value],
-            # Joined by source.py for views, with names of users: no part of a recording.
+            # source.py adds these for views, with names of users; they are no part of a recording.
             "quarantined": lambda value: [],
             "reserved": lambda value: [],
             "uuid": self._uuid,
@@ -77,7 +77,7 @@ class Mask:
         }
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """A packed sample (see recordings.pack) with masks."""
+        """Return a packed sample (see recordings.pack) with masks."""
         return {
             "snapshot": self._noun("snapshot", sample["snapshot"]),
             "host": {identity: self._noun("host", use) for identity, use in sample["host"].items()},

@@ -1,7 +1,7 @@
-"""Unit tests of policies: machines that never were, sample by sample, and the steps that must come of them.
+"""Unit tests of policies: invented machines, sample by sample, and the steps that the policies must take.
 
-A file of tests is YAML beside the policy file; the fields of File and Test are its keys.  All of their
-steps must be expected, and each expectation met by a step of its own.
+A file of tests is YAML beside the policy file; the fields of File and Test are its keys.  Every step must be expected,
+and each expectation must be met by a step of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gpuguard.units import (
 
 T = TypeVar("T")
 
-_CLOCK = 1e9  # of the first sample: whatever is older than its process began after the machine did
+_CLOCK = 1e9  # of the first sample; so high that even an old process began after the machine did
 _PID = 1000  # of the first process
 _MOST = 20_000  # samples of one test: two weeks, one per minute
 _REPEATED = re.compile(r"(.*?)(?:\s+x\s?([1-9][0-9]{0,4}))?", re.DOTALL)
@@ -51,13 +51,13 @@ _START = "2026-01-05T08:00"  # a Monday
 
 @dataclass(frozen=True)
 class TestSeries:
-    """A value per sample; the last one stays.  None = unknown."""
+    """One value per sample, or None if it is unknown; the last one stays."""
 
     values: tuple[float | None, ...]
 
 
 def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
-    """A reader of ``"0% x120, 90%"``, ``"40C..95C x10"`` (a ramp) and ``"_ x3"`` (unknown)."""
+    """Return a reader of ``"0% x120, 90%"``, ``"40C..95C x10"`` (a ramp) and ``"_ x3"`` (unknown)."""
 
     def read(text: str) -> TestSeries:
         values: list[float | None] = []
@@ -82,12 +82,12 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
 
 
 def parse_network(text: str) -> float:
-    """Bytes per second of ``"5MB/s"``."""
+    """Return the bytes per second of ``"5MB/s"``."""
     return parse_rate(text).per_second
 
 
 def parse_words(text: str) -> tuple[str, ...]:
-    """The words of a command line."""
+    """Return the words of a command line."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -95,7 +95,7 @@ def parse_words(text: str) -> tuple[str, ...]:
 
 
 def parse_start(text: str) -> float:
-    """The unix time of ``"2026-11-20T09:00"`` here."""
+    """Return the unix time of ``"2026-11-20T09:00"`` in the local time zone."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
@@ -103,7 +103,7 @@ def parse_start(text: str) -> float:
 
 
 def parse_action(text: str) -> str:
-    """The name of an action."""
+    """Return *text*, which must be the name of an action."""
     if text not in ACTION_KEYS:
         raise InvalidRequest(
             _("{text!r} is no action: known are {actions}.").format(text=text, actions=", ".join(ACTION_KEYS))
@@ -191,7 +191,7 @@ class ClaimKeys:
 
 @dataclass(frozen=True)
 class Expected:
-    """One step that must come, within one sample after `at`; only what is written is compared."""
+    """One step that must come within one sample after `at`; only the keys that are written are compared."""
 
     at: Annotated[float, parse_duration]
     action: Annotated[str, parse_action]
@@ -207,15 +207,15 @@ class Test:
     Args:
         name: a sentence.
         of: names of the policies that are judged; all by default.
-        every: between two samples.
-        for: how long it goes on; by default as long as the longest series and the last expectation.
+        every: the time between two samples.
+        for: how long the test goes on; by default as long as the longest series and the last expectation.
         starts: local time of the first sample.
         cores, memory: of the machine.
         users: user -> what all their processes take of the machine, cpu in percent of one core.
         groups: user -> names of groups.
-        gpu_hours: user -> GPU time claimed before, in whatever window a quota asks for.
+        gpu_hours: user -> GPU time claimed before, in any window that a quota asks for.
         expect: exactly these steps, in any order.
-        expect_none: true: none at all.
+        expect_none: true if no step at all may come.
     """
 
     __test__ = False  # pytest takes every class with this name for its own
@@ -252,7 +252,7 @@ class Test:
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         if self.for_ is not None:
             return int(self.for_ // self.every) + 1
         nouns = (*self.devices, *self.processes, *self.users.values())
@@ -266,7 +266,7 @@ class File:
     """A file of tests.
 
     Args:
-        policies: path of the policy file, seen from this one.
+        policies: path of the policy file, relative to this one.
         tests: at least one.
     """
 
@@ -275,14 +275,14 @@ class File:
 
 
 def read_tests(content: bytes | str) -> tuple[File | None, tuple[Fault, ...]]:
-    """The tests that *content* describes, or None and its faults."""
+    """Return the tests that *content* describes, or None and its faults."""
     source = YamlSource(content, begin="policies: FILE")
     file = Decoder(source, {}).root(File)
     return (None if source.faults else file), in_order(source.faults)
 
 
 def accounts(uid_of: Numbering) -> Accounts:
-    """Users and groups who need not exist on this machine: the people of a rehearsal."""
+    """Return the accounts of a rehearsal, whose users and groups need not exist on this machine."""
     return Accounts(user_number=uid_of, group_number=lambda name: 1)
 
 
@@ -291,7 +291,7 @@ def _uuid_of(index: int) -> str:
 
 
 def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Iterator[RuleView]:
-    """The samples of *test*, in the order of time."""
+    """Yield the samples of *test*, in the order of time."""
 
     def uid_of(user: str) -> int:
         return int(user) if user.isdecimal() else number_of(user)
@@ -363,7 +363,7 @@ def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
 
 
 def _claim(number: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimRecord:
-    """It lives as long as the first process of its user there, if there is one."""
+    """Return a claim that lives as long as the first process of its user on its devices, if there is one."""
     own = [other.user == keys.user and not set(other.devices).isdisjoint(keys.devices) for other in test.processes]
     return ClaimRecord(
         id=f"claim{number}",
@@ -403,7 +403,7 @@ def _others(keys: DeviceKeys, sample: int) -> dict[str, Any]:
 
 
 def _at(series: TestSeries | None, sample: int) -> float | None:
-    """The value of the sample with this number, from 0."""
+    """Return the value of the sample with this number, counted from 0."""
     return series.values[min(sample, len(series.values) - 1)] if series else None
 
 
@@ -426,7 +426,7 @@ class Got:
 
 @dataclass(frozen=True)
 class TestOutcome:
-    """One test: what is missing and what came unexpectedly; it passed when there is neither."""
+    """The result of one test: the steps that are missing or unexpected; it passed if there are none."""
 
     name: str
     got: tuple[Got, ...]
@@ -435,23 +435,23 @@ class TestOutcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything came as expected, and nothing else."""
+        """Whether all expected steps came, and no others."""
         return not (self.missing or self.surplus)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A file of tests."""
+    """The result of a file of tests."""
 
     path: str  # of the tests
-    policies: str = ""  # path of the policy file, "" when that is not known
-    outcomes: tuple[TestOutcome, ...] = ()  # of all tests; none when there is a fault
+    policies: str = ""  # path of the policy file, or "" if it is not known
+    outcomes: tuple[TestOutcome, ...] = ()  # of all tests; () if there is a fault
     faults: tuple[tuple[str, Fault], ...] = ()  # of either file, with the path of that file
     warnings: tuple[Fault, ...] = ()  # of the policy file: what the daemon may judge otherwise
 
 
 def run_tests(path: str) -> Trial:
-    """Run all tests of a file; never raises for what stands in it: see its faults."""
+    """Run all tests of a file.  It never raises for the content of the file: see Trial.faults."""
     content = content_of(path, trusted_owner=False)
     file, faults = (None, content.faults) if isinstance(content, PolicyFile) else read_tests(content)
     if file is None:
@@ -502,7 +502,7 @@ def _step(verdict: Verdict, view: RuleView, at: float) -> Got:
 
 
 def _compare(test: Test, got: Sequence[Got]) -> TestOutcome:
-    """Give each expectation a step of its own; the one with most demands chooses first."""
+    """Give each expectation a step of its own; the expectation with the most demands chooses first."""
     left = list(got)
     missing = []
     for expected in sorted(test.expect, key=lambda step: -sum(value is not None for value in vars(step).values())):
