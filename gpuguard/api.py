@@ -525,7 +525,8 @@ def _backend_name(backend: str | None) -> str:
 
 # A process that begins to compute opens one of them; one that only reads the driver does not.  dxg is that of WSL.
 CUDA_DEVICES = (*(vendor.compute_node for vendor in VENDORS.values()), "/dev/dxg")
-_FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
+# Words in the command lines of the processes that _BLIND names.
+_FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes
 _BLIND = (
     "the fork server of multiprocessing, or workers of joblib, run since before this claim: what is computed in a "

@@ -93,7 +93,7 @@ class WorkerBackend:
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample; raise BackendError also if the driver hangs or crashes outside any device."""
+        """Sample as Backend.sample does; raise BackendError also if the driver hangs or crashes outside any device."""
         self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
         hung_before = bool(self._skip)
         suspect: int | None = None
@@ -155,7 +155,7 @@ class WorkerBackend:
                 self._abandon()
                 self._send_request(request)
                 return
-        if not self._ready:  # the request waits until it is; a worker that has ended has said why
+        if not self._ready:  # the request waits for the worker; one that has ended has said why
             self._await_ready(channel)
 
     def _started(self) -> spawn.Channel:
@@ -261,7 +261,7 @@ def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
 
 
 def _in_time(channel: spawn.Channel, seconds: float) -> None:
-    # Called before each piece of a reply, because text that a library has printed may be all that ever comes.
+    # Called before each piece of a reply: text that a library has printed is there at once, and may be all that comes.
     if late := _overdue(channel, seconds):
         raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
 
@@ -290,7 +290,7 @@ def unpack(
     desktop_memory: int = DESKTOP_MEMORY,
     known: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields,
 ) -> Snapshot:
-    """Return the snapshot that the worker packed; its processes are the same objects as the last time, if possible.
+    """Return the snapshot that the worker packed; unchanged processes are the same objects as the last time.
 
     *known* chooses the fields of each kind of object.
     """

@@ -1,8 +1,7 @@
 """Several backends at once, as in `--backend nvml,amd`: one snapshot of the devices of several vendors.
 
 Each backend has a worker of its own, so one that fails costs its own devices alone.  NVIDIA's devices keep the indices
-that nvidia-smi gives them, and the others follow after them.  This module reads nothing
-itself: see client.
+that nvidia-smi gives them, and the others follow after them.  This module reads nothing itself: see client.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MergedBackend:
         self._known: dict[WorkerBackend, tuple[Device, ...]] = dict.fromkeys(workers, ())
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample.  Raises BackendError if none of the backends can be read."""
+        """Sample as Backend.sample does.  Raises BackendError if none of the backends can be read."""
         snapshots: list[Snapshot] = []
         gaps: list[Gap] = []
         found: dict[WorkerBackend, tuple[Device, ...]] = {}

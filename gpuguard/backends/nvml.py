@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 # which an administrator sets; fans and replaced rows, for which no job is stopped; and that no process draws or is a
 # client of MPS.
 # They are forgotten earlier if another process computes: see nvml_fields._forget.  A caller that names devices is about
-# to act on what it sees, so it gets the values of now.
+# to act on what it sees, so it gets the current values.
 SETTINGS_SECONDS = 10.0
 # How old temperature and power draw may be for a person at a screen, who wants BRIEF: power is a mean of one second.
-# A sample every 2 s, as `who --watch` takes it, has the values of now.
+# A sample every 2 s, as `who --watch` takes it, has the current values.
 RECENT_SECONDS = 1.5
 SLOW_SECONDS = 0.0005  # for the first device; if it is faster, the others are read before threads have started
 MOST_DEVICES = 1024  # of a machine: each takes a call, so a count without a meaning would take hours
@@ -65,7 +65,7 @@ def open(spec: str = "") -> Nvml:
 class Nvml:
     """A Backend.
 
-    With `ahead`, several threads read the devices that it sees for the first time if the driver is slow.
+    With `ahead` and a slow driver, several threads read the devices that it sees for the first time.
     """
 
     name = "nvml"
@@ -80,7 +80,7 @@ class Nvml:
         self._start()
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample.  HEALTH finds MIG instances; each follows its parent and has its parent's index."""
+        """Sample as Backend.sample does.  HEALTH finds MIG instances, which follow their parent and have its index."""
         self._start()
         # Read before any call, so that nothing that started later is taken for something that was seen.
         taken_at, clock = time.time(), boot_clock()
@@ -349,7 +349,7 @@ class Prefetch(Reading):
     """A reading that only keeps its answers, for another reading of the device."""
 
     def call(self, function: str, *arguments: Any) -> CallResult:
-        """Call *function* as Reading.call(), and keep the answer."""
+        """Call *function* as Reading.call() does, and keep the answer."""
         answer = call(self.nvml, function, self.device.handle, *arguments)
         asked = (function, *arguments)
         self.device.ahead[asked] = answer

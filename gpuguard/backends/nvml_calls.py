@@ -48,7 +48,7 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 # Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the buffer for it.
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
-# Driver 535.261 does not load without it: "dlvsym: symbol not found", and its programs ask for glibc's loader.
+# Driver 535.261 does not load without glibc: "dlvsym: symbol not found", and its programs ask for glibc's loader.
 NEEDS_GLIBC = N_(
     "NVIDIA's driver library needs glibc, and this Python stands on another C library (musl, as in Alpine).\n"
     "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky.  "
@@ -264,7 +264,7 @@ class Reading:
         return answer
 
     def call_kept(self, keep: Keep, function: str, *arguments: Any) -> CallResult:
-        """Call *function* as call(), unless its answer is kept: see Keep."""
+        """Call *function* as call() does, unless its answer is kept: see Keep."""
         device, key = self.device, (function, *arguments)
         kept = {
             "fact": device.facts,

@@ -247,7 +247,7 @@ class Replay:
         self._began: float | None = None
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample, with all fields that were recorded."""
+        """Sample as Backend.sample does, with all fields that were recorded."""
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         until = self._first + self._at + (now - self._began) * self._speed

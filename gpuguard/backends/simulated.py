@@ -146,7 +146,7 @@ class Simulated:
         self.ahead = False
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample.  HEALTH shows MIG instances; each follows its parent and has its parent's index."""
+        """Sample as Backend.sample does.  HEALTH shows MIG instances, which follow their parent and have its index."""
         # Taken before anything is read, so that no process that started later counts as one that was seen.
         taken_at, clock = time.time(), boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
@@ -304,7 +304,7 @@ class ReadingContext:
     device: NodeDevice
     instance: Instance | None
     clock: float
-    detailed: bool = False  # whether to tell who the processes are as well
+    detailed: bool = False  # whether to tell also who the processes are
 
     @property
     def uuids(self) -> set[str]:

@@ -439,7 +439,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
     if reason is not None:
         reading.gap("processes", f"implausible list: {reason}")
     if live and (reason or not details):
-        # Also if the list cannot be believed, because the driver does not mean the process that has such a pid here.
+        # A list that cannot be believed loses them as well: the driver does not mean the process with such a pid here.
         rows = [replace(row, command=None) for row in rows]
     if live and not reason:
         read = procfs.described if details else procfs.identified
@@ -507,7 +507,7 @@ class Smi:
         self._uuids: dict[str, str] = {}  # by bus id, because a lost device does not tell its uuid
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample.  The program reads everything at once, whatever is asked for."""
+        """Sample as Backend.sample does.  The program reads everything at once, whatever is asked for."""
         taken_at, clock = time.time(), procfs.boot_clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
@@ -692,7 +692,7 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
         except (OSError, subprocess.SubprocessError) as error:
             ended.append(error)
 
-    # It has a thread of its own, because in an uninterruptible driver call it does not end even when it is killed.
+    # A thread runs the program, because in an uninterruptible driver call it does not end even when it is killed.
     thread = threading.Thread(target=work, name="nvidia-smi", daemon=True)
     thread.start()
     deadline = time.monotonic() + PROGRAM_SECONDS + 1
