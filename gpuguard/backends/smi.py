@@ -439,7 +439,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
     if reason is not None:
         reading.gap("processes", f"implausible list: {reason}")
     if live and (reason or not details):
-        # A list that cannot be believed loses them as well: the driver does not mean the process with such a pid here.
+        # An implausible list loses its commands as well: the driver does not mean the process that has such a pid here.
         rows = [replace(row, command=None) for row in rows]
     if live and not reason:
         read = procfs.described if details else procfs.identified
