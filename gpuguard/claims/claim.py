@@ -2,18 +2,19 @@
 
 The kernel drops an flock when its last holder dies, however it dies, so a claim cannot go stale; and the job inherits
 the descriptors, so the claim lives while the supervisor *or* any process of the job lives.  The text in the record is
-only for people; the lock is the truth.  Of a device, a part or a share of it all locks are taken, or none:
+only for people; the lock is the truth.  A claim takes every lock that it needs for a device, a part or a share of it,
+or none of them:
 
     a device              its lock alone
     a MIG instance        its lock alone, that of its GPU shared
     a share of either     its lock shared, and a slot of it alone
-    inside a claim        a lock for what is inside of it, which only its owner requests
+    inside a claim        a lock for the claims inside it, which only its owner requests
 
-The memory of a device is promised by records, which no lock can count.  So a share takes its locks, writes its record
-and only then adds up what all that are there promise: of two that come at the same moment, the one whose record is
-written last sees the other.  The gate only keeps both of them from going back for nothing.
+The memory of a device is promised by records, and no lock can count it.  So a share takes its locks, writes its record
+and only then adds up the promises of all shares on the device: of two that start at the same moment, the one whose
+record is written last sees the other.  The gate only keeps both of them from giving up needlessly.
 
-Does not choose devices: see lock.
+This module does not choose devices: see lock.
 """
 
 from __future__ import annotations
@@ -57,27 +58,27 @@ if TYPE_CHECKING:
     from gpuguard.request import Request
 
 _FIRST_DESCRIPTOR = 40  # shells take 10 and the next ones for themselves, and from 64 on the kernel's table grows
-_MOST_RECORDS = 50  # of one user, dead ones among them, before they are tidied up
+_MOST_RECORDS = 50  # of one user, dead ones included, before the dead ones are removed
 _REASSERT_TRIES = 5  # a probe may hold the lock shared for some microseconds
-# Seconds, each time a random part of it: only a share that did not get the gate needs them.
+# Seconds, of which each pause takes a random part.  Only a share that did not get the gate needs them.
 _PAUSES = (0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True)
 class JobDetails:
-    """What a claim is for: shown to people, and used by the plan of the queue."""
+    """The purpose of a claim, which is shown to people and used by the plan of the queue."""
 
     note: str | None = None  # for people
     command: Sequence[str] = ()  # of the job, for people
     time_limit: float | None = None  # seconds from the claim on after which the job ends
-    expected: Callable[[], float | None] | None = None  # seconds that it takes otherwise; called to wait
+    expected: Callable[[], float | None] | None = None  # returns how many seconds it takes otherwise; called to wait
     priority: int = 0  # in the queue, see queue.priority.PRIORITIES
     waited: float | None = None  # seconds in the queue, which tell others how long requests wait
 
 
 @dataclass(frozen=True)
 class Lock:
-    """One locked descriptor; its identity is (device, inode), because descriptor numbers are used again."""
+    """One locked descriptor.  Its identity is (device, inode), because descriptor numbers are reused."""
 
     descriptor: int
     path: str
@@ -88,8 +89,8 @@ class Lock:
 class Claim(Sequence[Device]):
     """Devices that are ours until release() or until the last process that inherited pass_fds has ended.
 
-    A sequence of its devices in index order.  May be released from any thread; in a forked child release() only closes
-    the child's copies, so the parent keeps its claim.
+    A claim is a sequence of its devices in index order.  Any thread may release it.  In a forked child, release() only
+    closes the child's copies, so the parent keeps its claim.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class Claim(Sequence[Device]):
     ) -> None:
         self.id = claim_id
         self.devices = devices
-        self.memory = memory  # bytes of each device, of a claim that shares them
-        self.most = most  # so many claims at most share a device with it
+        self.memory = memory  # bytes of each device, if the claim shares its devices
+        self.most = most  # how many claims may share a device with it at most
         self.max_processes = max_processes  # how many processes of other users it accepts
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
@@ -128,7 +129,7 @@ class Claim(Sequence[Device]):
         return f"<Claim {self.id} of {indices or 'no GPU'}{released}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from gpuguard.sanitize import of_held  # for notebooks alone
 
         return of_held(self)
@@ -144,16 +145,16 @@ class Claim(Sequence[Device]):
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        """Descriptors that a job must inherit (subprocess: pass_fds) for the claim to live as long as it does."""
+        """The descriptors that a job must inherit (subprocess: pass_fds) for the claim to live as long as the job."""
         record = (self._record.descriptor,) if self._record else ()
         return tuple(lock.descriptor for lock in self.locks) + record
 
     def environment(self, visible: str = "index") -> dict[str, str]:
-        """What the job must have in its environment to use these devices and no others.
+        """Return the variables that the job needs in its environment to use these devices and no others.
 
         Args:
-            visible: "index" or "uuid".  Indices with CUDA_DEVICE_ORDER=PCI_BUS_ID by default, because uuids break vLLM
-                and others; MIG instances have no index and always go by uuid.
+            visible: "index" or "uuid".  The default is indices with CUDA_DEVICE_ORDER=PCI_BUS_ID, because uuids break
+                vLLM and others; MIG instances have no index and are always named by uuid.
         """
         share = {} if self.memory is None else share_environment(self.memory, self.devices, os.environ)
         return {
@@ -168,12 +169,12 @@ class Claim(Sequence[Device]):
 
         Raises:
             ClaimLost: a lock is held by another process now, or its file was replaced; or the claim was released from
-                outside, and then nothing of it is held any more.
+                outside, and then none of its locks is held any more.
         """
         with self._mutex:
             lost = [fault for lock in self.locks if (fault := _fault(lock))]
-            # Afterwards: a claim that is released from outside has that written down first, so what was just locked
-            # again is seen here.
+            # This comes after the locks: a release from outside is written down before it begins, so it is noticed
+            # here if a released lock was just taken again.
             request = released_by(self._record.descriptor) if self._record else None
             if request:
                 self._release()
@@ -182,11 +183,11 @@ class Claim(Sequence[Device]):
                 raise ClaimLost(lost[0])
 
     def renew_mutex(self) -> None:
-        """In a forked child: a thread of the parent may have held it, and is not there."""
+        """Replace the mutex in a forked child: a thread of the parent may have held it, and does not exist there."""
         self._mutex = threading.Lock()
 
     def release(self) -> None:
-        """Release the devices now, also if a leftover of the job still has the descriptors.  Idempotent."""
+        """Release the devices now, even if a process left over from the job has the descriptors; idempotent."""
         with self._mutex:
             self._release()
             on_release, self.on_release = self.on_release, None
@@ -212,7 +213,7 @@ class Claim(Sequence[Device]):
             self._record = None
 
     def slots(self, directory: LockDirectory) -> list[str]:
-        """The names of the slots that it holds, of devices that it shares."""
+        """Return the names of the slots that the claim holds on devices that it shares."""
         names = [lock.path[len(directory.lock_path("")) :] for lock in self.locks]
         return [name for name in names if ".slot" in name]
 
@@ -221,7 +222,7 @@ class Claim(Sequence[Device]):
     ) -> None:
         """Write the record that tells others whose claim this is, what it is for, and when it ends.
 
-        Again: the new one takes the place of the first, and the claim is never without one.  Root can write it for its
+        A second call replaces the first record, and the claim is never without one.  Root can write the record for its
         *owner*, another uid.
         """
         job = job or JobDetails()
@@ -239,7 +240,7 @@ class Claim(Sequence[Device]):
             **({} if job.waited is None else {"waited": round(job.waited, 3)}),
             "note": job.note,
             "command": list(job.command),
-            "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see release
+            "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see unlock
         }
         before = self._record
         try:
@@ -263,7 +264,7 @@ class Claim(Sequence[Device]):
             self._release_record(ours=True)
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether another process of this user has the locks, too, and so keeps the claim."""
+        """Return whether another process of this user also has the locks, and so keeps the claim."""
         try:
             held = locked_by(pid, os.getuid(), 1.0).values()
         except OSError:  # it has ended
@@ -271,13 +272,13 @@ class Claim(Sequence[Device]):
         return any(as_written(lock.descriptor) in held for lock in self.locks)
 
     def expect_end(self, when: float) -> None:
-        """Let the record tell others when (unix time) the job should end, as far as that can be told."""
-        with suppress(OSError):  # only requests that wait would have known
+        """Write into the record when (unix time) the job should end, if that is possible, so that others know."""
+        with suppress(OSError):  # only waiting requests would have used it
             if self._record:
                 write_expected(self._record.descriptor, when)
 
     def release_request(self) -> ReleaseRequest | None:
-        """What a user who may requests of this claim, and was not answered yet."""
+        """Return the release request that is still waiting for an answer, or None; see records for who can make one."""
         return pending_request(self._record.descriptor) if self._record else None
 
     def answer(self, request: ReleaseRequest) -> None:
@@ -291,23 +292,23 @@ class Claim(Sequence[Device]):
 
 
 def _remove_dead_records(directory: LockDirectory, uid: int) -> None:
-    """Where a user has many: each job with --exec leaves one."""
+    """Remove the user's dead records once there are more than _MOST_RECORDS: each job with --exec leaves one."""
     start = f"{directory.prefix}claim.{uid}."
     with suppress(OSError, ClaimError):
         own = [name for name in os.listdir(directory.records) if name.startswith(start)]
         for name in own if len(own) > _MOST_RECORDS else ():
-            read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
+            read_record(directory, uid, name[len(start) : -len(".json")])  # removes a dead one
 
 
 SHARE_VARIABLES = ("GPUGUARD_MEMORY", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[str, str]) -> dict[str, str]:
-    """What keeps honest programs inside their share of a device, where their framework listens to its environment.
+    """Return the variables that keep honest programs inside their share, if their framework reads its environment.
 
-    JAX takes 75 % of a device at its start unless it is told a fraction, TensorFlow nearly all unless it is told to
-    grow.  PyTorch takes what it needs and has no such variable in all its releases: torch.cuda.
-    set_per_process_memory_fraction() with GPUGUARD_MEMORY does it.  A smaller fraction that was set already stays.
+    JAX takes 75 % of a device at its start unless it is told a fraction, TensorFlow nearly all of it unless it is told
+    to grow.  PyTorch takes what it needs, and not all of its releases have such a variable: use
+    torch.cuda.set_per_process_memory_fraction() with GPUGUARD_MEMORY.  A smaller fraction that was set already stays.
     """
     variables = {"GPUGUARD_MEMORY": str(memory), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     totals = [device.memory_total for device in devices if device.memory_total]
@@ -322,7 +323,7 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
 def lock_faults(
     directory: LockDirectory, devices: Sequence[Device], request: Request, outer: ClaimRecord | None
 ) -> dict[str, str]:
-    """uuid -> why this process can never claim the device for *request*: which of its lock files it cannot use."""
+    """Return uuid -> why this process can never claim the device for *request*: a lock file that it cannot use."""
     if outer and (outer.memory is not None or "." in outer.id):
         return {}
     faults = {}
@@ -337,14 +338,17 @@ def lock_faults(
 def lock_parts(
     directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord | None
 ) -> tuple[Lock, ...] | None:
-    """The locks of *device* for *request*, inside the claim *outer*; None, and nothing locked, when one is held.
+    """Take the locks of *device* for *request*, inside the claim *outer* if there is one.
+
+    Returns None, and leaves nothing locked, if one of them is held.
 
     Raises:
         LockDirectoryError: a lock file cannot be used.
     """
     if outer:
-        # It holds the device; this one excludes only its siblings in there.  Deeper ones share, and several shares of
-        # one device would have one lock for what is inside them: what is in a share excludes no job.
+        # The outer claim holds the device, so this one excludes only its siblings in there.  Claims that lie deeper
+        # exclude no job.  Those inside a share exclude none either, because all shares of a device would have the same
+        # lock for the claims inside them.
         if "." in outer.id or outer.memory is not None:
             return ()
         lock = lock_device(directory, f"{device.uuid}.nested", fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)
@@ -360,15 +364,16 @@ def lock_parts(
                 return None
             locks.append(lock)
         if request.share:
-            # While fewer than request.slots share the device, one of the first so many is free.
+            # While fewer than request.slots claims share the device, one of its first request.slots slots is free.
             for name in slot_names(device.uuid)[: request.slots]:
                 if slot := lock_device(directory, name, fcntl.LOCK_EX):
                     locks.append(slot)
                     break
-        # A share of the whole GPU holds the lock of the parent shared too.  One that takes its slot after this look
-        # sees the instance, because it reads the device once more behind its locks, and a divided one is refused.
+        # A share of the whole GPU holds the lock of the parent shared as well.  A share that takes its slot after this
+        # check sees the instance, because it reads the device again once it has its locks, and a divided device is
+        # refused.
         shared_whole = device.parent_uuid and locked_slots(directory, device.parent_uuid)
-        # Shares that a daemon has given hold their slots alone: see daemon.broker.
+        # Shares that a daemon has given hold nothing but their slots: see daemon.broker.
         shared_by_daemon = directory.keeper is not None and not request.share and locked_slots(directory, device.uuid)
         needed = len(wanted) + (1 if request.share else 0)  # the slot
         complete = len(locks) == needed and not (shared_whole or shared_by_daemon)
@@ -379,8 +384,8 @@ def lock_parts(
 
 
 def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | None:
-    """Lock what *name* (a uuid) stands for, exclusive or shared; None when another process has it."""
-    # Its number comes first: an interruption behind the flock finds one descriptor, and closes it.
+    """Lock the file named *name* (a uuid), exclusively or shared, or return None if another process has it."""
+    # The descriptor gets its number first, so that an interruption after the flock finds one descriptor to close.
     descriptor, path, lock = _high_descriptor(open_lock(directory, name)), directory.lock_path(name), None
     try:
         if try_flock(descriptor, operation) and is_same_file(descriptor, path):
@@ -392,22 +397,22 @@ def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | N
 
 
 def lock_of(descriptor: int, path: str, operation: int) -> Lock:
-    """What *descriptor* has locked, under a number that no script redirects."""
+    """Return the lock that *descriptor* holds, under a number that no script redirects."""
     high = _high_descriptor(descriptor)
     return Lock(high, path, operation, _identity(high))
 
 
 def unlock(locks: Sequence[Lock]) -> None:
-    """Unlock and close."""
+    """Unlock and close *locks*."""
     for lock in locks:
         _close(lock, unlock=True)
 
 
 def _high_descriptor(descriptor: int) -> int:
-    """The same open file under another number: after ``exec 3>log`` a shell has not what it inherited as 3."""
+    """Return the same open file under another number: ``exec 3>log`` makes a shell lose what it inherited as 3."""
     try:
         high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
-    except OSError:  # so many may not be open here
+    except OSError:  # such a high number is not allowed here
         return descriptor
     os.close(descriptor)
     return high
@@ -430,7 +435,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _fault(lock: Lock) -> str | None:
-    """What is wrong with a lock that should be held; locks it again where it was only unlocked."""
+    """Return what is wrong with a lock that should be held, or None; take it again if it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
         return f"the lock file {lock.path} was removed or replaced."
     for _try in range(_REASSERT_TRIES):
@@ -441,7 +446,7 @@ def _fault(lock: Lock) -> str | None:
 
 
 def sharing_of(snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> dict[str, Sharing]:
-    """uuid -> who shares the device, for each device of *snapshot* that is shared by one of *claims*."""
+    """Return uuid -> who shares the device, for each device of *snapshot* that one of *claims* shares."""
     shares = [record for record in claims if record.slots]
     if not shares:
         return {}
@@ -454,11 +459,11 @@ def sharing_of(snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> dict[str, S
 
 
 def sharing_now(directory: LockDirectory, held: Mapping[str, Sequence[Lock]], snapshot: Snapshot) -> dict[str, Sharing]:
-    """Who shares which device at this moment, without the locks *held* here; the caller has the gate."""
+    """Return uuid -> who shares the device now, without the locks *held* here.  The caller has the gate."""
     uuids = [device.uuid for device in snapshot.devices]
     own = {lock.path[len(directory.lock_path("")) :] for locks in held.values() for lock in locks}
     sharing = sharing_of(snapshot, _without(probe_in_gate(directory, uuids), own))
-    # Whether a process may belong to a share as one of those that hold its locks: they are looked up only then.
+    # A process may belong to a share because it holds its locks.  The holders are looked up only if that can matter.
     if any(
         not all(sharing[device.uuid].belongs(process.pid) for process in device.processes or ())
         for device in snapshot.devices
@@ -469,10 +474,10 @@ def sharing_now(directory: LockDirectory, held: Mapping[str, Sequence[Lock]], sn
 
 
 def join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim, taken: dict[str, str]) -> bool:
-    """Write down that *claim* shares its devices, then see whether there is room for it; else it is released.
+    """Write down that *claim* shares its devices, then check whether there is room for it; if not, release it.
 
-    Fills *taken* with the devices on which there is none.  Of several that meet and are too many together all go back;
-    so they try again, each after another pause.
+    Fills *taken* with the devices that have no room.  If several claims meet that are too many together, all of them
+    withdraw, so each tries again after a different pause.
     """
     pauses = iter(_PAUSES)
     try:
@@ -494,9 +499,10 @@ def join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: 
 
 
 def _owners(snapshot: Snapshot) -> dict[int, int]:
-    """pid -> uid of the share that it surely belongs to, on the one device of *snapshot*.
+    """Return pid -> uid of the share that the process surely belongs to, on the one device of *snapshot*.
 
-    A process belongs to its user's share.  Root's may be a container of any user: it needs an ancestor with a share.
+    A process belongs to its user's share.  A process of root may be a container of any user, so it needs an ancestor
+    with a share.
     """
     uids = {record.uid for record in snapshot.claims}
     processes = snapshot.devices[0].processes or ()
@@ -510,9 +516,9 @@ def _owners(snapshot: Snapshot) -> dict[int, int]:
 
 
 def _over_capacity(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim) -> dict[str, str]:
-    """uuid -> why, for each device of *claim* on which the shares, with its own, are more than there is.
+    """Return uuid -> why, for each device of *claim* whose shares, with its own, are more than there is room for.
 
-    Its own record must have been written before.  Nothing that others write about our own slots counts.
+    The record of *claim* must have been written before.  Nothing that others write about our own slots counts.
     """
     records = probe_in_gate(directory, [device.uuid for device in claim])
     others = [record for record in records if (record.uid, record.id) != (os.geteuid(), claim.id)]

@@ -1,7 +1,7 @@
 """The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
 
-flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where only root may
-write, and still every user can claim, and none can unlink, truncate or plant one.
+flock works on a read-only descriptor.  So the files can belong to root, with mode 0444, in a directory where only root
+may write: every user can still claim, and none can unlink, truncate or plant a lock file.
 
     /run/gpuguard               root 0755     made by `gpuguard setup`; --dir or GPUGUARD_DIR names another one
     /run/gpuguard/lock/UUID     root 0444     one empty file per device, "gate" for the short moment of choosing
@@ -9,8 +9,8 @@ write, and still every user can claim, and none can unlink, truncate or plant on
     /run/gpuguard/daemon        gpuguard 0755 state.json, daemon.sock, kept.json, daemon.lock, what policies deny
     /run/lock/gpuguard.UUID     any user 0444 without all that: files in a sticky directory of root, /run/lock or /tmp
 
-Where users may be hostile the lock files are 0600, the daemon's: it alone locks them, and gives the locks to jobs: see
-daemon.broker.  Knows nothing of claims.
+Where users may be hostile, the lock files have mode 0600 and belong to the daemon, which alone locks them and gives
+the locks to jobs: see daemon.broker.  This module knows nothing of claims.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
 BROKERED = 0o600  # the mode of the lock files where the daemon gives the locks
 GATE_SECONDS = 2.0
-GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command passes it several times
+GATE_SECONDS_AGAIN = 0.1  # for a gate that was not released in time before: a command passes it several times
 
-# flock there does not exclude other machines or the other side of a container, or is a program's good will.
+# On these, flock does not exclude other machines or the other side of a container, or depends on a program's good will.
 _UNSAFE_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs",
 )  # fmt: skip
@@ -56,9 +56,9 @@ _LONGEST = 128  # of the name of a lock file
 class LockDirectory:
     """A directory that has passed the checks.
 
-    *owner* is the uid that must own every lock file, None where any user may have made them (the sticky fallback).
-    *keeper* is the uid of the daemon where it alone opens the lock files and gives the locks to others; *closed* says
-    that this process cannot open them then.  One that was not *made* yet is for looking only.
+    *owner* is the uid that must own every lock file, or None if any user may have made them (the sticky fallback).
+    *keeper* is the uid of the daemon if it alone opens the lock files and gives the locks to others; *closed* says that
+    this process cannot open them.  A directory that was not *made* yet can only be looked at.
     """
 
     path: str
@@ -71,29 +71,33 @@ class LockDirectory:
     made: bool = True
 
     def is_missing(self) -> bool:
-        """Whether it was not made yet, so that nothing is claimed there; of one that vanished that is unknown."""
+        """Return whether the directory was not made yet, so that nothing is claimed there.
+
+        One that vanished does not count, because it is unknown what is claimed there.
+        """
         return not self.made and not os.path.lexists(self.records)
 
     def names(self) -> list[str]:
-        """Of what lies among the records."""
+        """Return the names of the files among the records."""
         return [] if self.is_missing() else os.listdir(self.records)
 
     def count(self, kind: str) -> int:
-        """How many of the names among the records begin with *kind*."""
+        """Return how many of the names among the records begin with *kind*."""
         return sum(name.startswith(self.prefix + kind) for name in self.names())
 
     def lock_path(self, name: str) -> str:
-        """Where the lock file of a device (by uuid) or the gate lies."""
+        """Return the path of the lock file of a device (by uuid) or of the gate."""
         return f"{self.locks}/{self.prefix}{name}"
 
 
 def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, make: bool = True) -> LockDirectory:
-    """The directory in which claims are made.
+    """Return the directory in which claims are made.
 
     Args:
-        path: named by the user; then it may also be the user's own, for a single user.
-        backend: a simulated node keeps its claims beside its state, never among the real ones.
-        make: one of the user's own that is missing.  A command that only reads makes none: nothing is claimed there.
+        path: named by the user; then the directory may also be the user's own, for a single user.
+        backend: of the devices.  A simulated node keeps its claims beside its state, never among the real ones.
+        make: whether to make the user's own directory if it is missing.  A command that only reads makes none, because
+            nothing is claimed there.
 
     Raises:
         LockDirectoryError: it cannot be trusted or used; the message says what to do.
@@ -122,7 +126,7 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
 
 
 def _check_seen_by_all(path: str, node: str) -> None:
-    """Refuse claims in a directory of other users on devices that none of them sees: all would wait for each other."""
+    """Refuse a directory of other users for claims on devices that they do not see: all would wait for each other."""
     from gpuguard.backends.simulated import directory  # a real machine does not need it
 
     node, uid = directory(node), os.geteuid()
@@ -162,7 +166,7 @@ def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_syste
 
 
 def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
-    """(whose the lock files are if they are one daemon's alone, whether they are closed to this process)."""
+    """Return (the uid of the one daemon that has the lock files, or None, whether they are closed to this process)."""
     try:
         status = os.lstat(gate)
     except OSError:
@@ -180,13 +184,13 @@ def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
 
 
 def _make_ready(path: str, *subdirectories: str) -> bool:
-    """Make a directory that the user named, if it is the user's own; returns whether it is."""
+    """Make the directory that the user named, if it is the user's own, and return whether it is."""
     try:
         _make_directory(path, 0o755)
         if os.lstat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK | os.X_OK):
             return False
         for subdirectory in subdirectories:
-            # 1777 is safe and lets root's directory serve everybody; a user's own stays private.
+            # Mode 1777 is safe and lets root's directory serve everybody; a user's own directory stays private.
             _make_directory(subdirectory, 0o1777 if subdirectory.endswith("claims") and os.geteuid() == 0 else 0o755)
     except OSError as error:
         raise LockDirectoryError(
@@ -198,7 +202,7 @@ def _make_ready(path: str, *subdirectories: str) -> bool:
 
 
 def _make_directory(path: str, mode: int) -> None:
-    """Make it unless it is there; another starter may be doing the same."""
+    """Make a directory unless it exists: another process that starts may be making it now."""
     try:
         os.mkdir(path, mode & 0o755)
     except FileExistsError:
@@ -224,7 +228,7 @@ def _sticky_directory() -> LockDirectory:
 
 
 def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int | None = None) -> int:
-    """Refuse a directory in which another user could replace the files; returns its owner."""
+    """Refuse a directory in which another user could replace the files, and return the owner of any other."""
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -255,9 +259,10 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
 
 
 def is_roots(status: os.stat_result) -> bool:
-    """Whether root owns a directory.
+    """Return whether root owns a directory.
 
-    In the user namespace of an isolated job root's files look like others': what was seen outside counts there.
+    In the user namespace of an isolated job, root's files seem to belong to another user, so what was seen outside
+    counts.
     """
     return status.st_uid == 0 or f"{status.st_dev}:{status.st_ino}" in os.environ.get(TRUSTED, "").split()
 
@@ -275,7 +280,7 @@ def _check_file_system(path: str) -> None:
 
 
 def open_lock(directory: LockDirectory, name: str) -> int:
-    """A read-only descriptor of a lock file, checked, close-on-exec, not yet locked.
+    """Open a lock file, check it, and return its read-only, close-on-exec descriptor, which is not locked yet.
 
     Raises:
         LockDirectoryError: the file is missing and cannot be made, or it is not what it should be.
@@ -299,8 +304,9 @@ def open_lock(directory: LockDirectory, name: str) -> int:
 def _open_or_make(directory: LockDirectory, path: str) -> int:
     for _attempt in range(50):
         try:
-            # Without O_CREAT first: fs.protected_regular refuses O_CREAT on another user's file, even to root.
-            return open_in_place(path) if directory.prefix else os.open(path, _OPEN_FLAGS)  # users made it there
+            # Without O_CREAT first, because fs.protected_regular refuses O_CREAT on another user's file, even to root.
+            # Where the files have a prefix, users made them.
+            return open_in_place(path) if directory.prefix else os.open(path, _OPEN_FLAGS)
         except FileNotFoundError:
             pass
         except PermissionError:
@@ -336,7 +342,7 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
                 )
             ) from error
         if directory.keeper is None:
-            os.fchmod(descriptor, 0o444)  # whatever the umask: everybody must be able to open it
+            os.fchmod(descriptor, 0o444)  # everybody must be able to open it, whatever the umask is
         elif os.geteuid() == 0:
             os.fchown(descriptor, directory.keeper, -1)
         return descriptor
@@ -344,19 +350,19 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
 
 
 def lock_fault(directory: LockDirectory, name: str) -> str | None:
-    """Why this process can never lock the file *name*; None: it can, or can make the file.  Makes no file."""
+    """Return why this process can never lock the file *name*, or None if it can lock or make it; make no file."""
     if directory.closed or directory.is_missing():
         return None
     may_make = os.access(directory.locks, os.W_OK | os.X_OK, effective_ids=True)
     if may_make and not os.path.lexists(directory.lock_path(name)):
         return None
     fault = None
-    for _attempt in range(2):  # what is just being replaced is well again at the second look
+    for _attempt in range(2):  # a file that is just being replaced is all right at the second try
         try:
             os.close(open_lock(directory, name))
         except LockDirectoryError as error:
             fault = str(error)
-        except OSError:  # no further file can be opened now, which says nothing of this one
+        except OSError:  # no further file can be opened now, which says nothing about this one
             return None
         else:
             return None
@@ -383,10 +389,10 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
 
 
 def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> bool:
-    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes no process.
+    """Return whether *path* still names the file of *descriptor*: a lock on an unlinked file excludes no process.
 
-    *unsure* is the answer where no further file can be opened to look (a training opens all that it may); None: the
-    OSError that says so.
+    *unsure* is returned if no further file can be opened to look, because a training job has as many open as it may.
+    If *unsure* is None, the OSError that says so is raised instead.
     """
     try:
         held, named = os.fstat(descriptor), status_in_place(path)
@@ -400,9 +406,9 @@ def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> 
 
 
 def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
-    """Lock without waiting; False when it is locked elsewhere.
+    """Lock *descriptor* without waiting, or return False if it is locked elsewhere.
 
-    `fcntl.flock` itself: a job inherits the lock with the descriptor, and a share locks it shared.
+    This is `fcntl.flock` itself, because a job inherits the lock with the descriptor, and a share locks it shared.
     """
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
@@ -418,7 +424,10 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 def is_unlocked(descriptor: int) -> bool:
-    """Whether no process has it locked alone.  It leaves no lock, also not in a child that a thread forks meanwhile."""
+    """Return whether no process has the file locked exclusively.
+
+    No lock is left behind, not even in a child that a thread forks meanwhile.
+    """
     free = try_flock(descriptor, fcntl.LOCK_SH)
     if free:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -426,10 +435,11 @@ def is_unlocked(descriptor: int) -> bool:
 
 
 class Gate:
-    """Held for the short moment of choosing and locking, so that starters do not disturb each other.
+    """The lock that a process holds for the short moment of choosing and locking, so that none disturbs another.
 
     Only fairness depends on it: a process that does not get it in time goes on without it, so no user can block the
-    others.  Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
+    others.  Where the lock files are missing or closed to this process, it chooses and locks nothing, so it needs no
+    gate.
     """
 
     def __init__(self, directory: LockDirectory) -> None:
@@ -439,7 +449,7 @@ class Gate:
     def __enter__(self) -> Gate:
         if self._directory.closed or self._directory.is_missing():
             return self
-        self._file = FileIO(open_lock(self._directory, "gate"))  # an interruption before __exit__ closes it, too
+        self._file = FileIO(open_lock(self._directory, "gate"))  # an interruption before __exit__ also closes it
         path, pause = self._directory.lock_path("gate"), 0.0005
         deadline = time.monotonic() + (GATE_SECONDS_AGAIN if path in _jammed else GATE_SECONDS)
         try:
@@ -449,7 +459,7 @@ class Gate:
                     return self
                 time.sleep(pause)
                 pause = min(pause * 2, 0.01)
-        except BaseException:  # as of a file system that cannot lock now
+        except BaseException:  # for example from a file system that cannot lock now
             self._file.close()
             raise
         _jammed.discard(path)
@@ -460,24 +470,24 @@ class Gate:
             return
         try:
             with suppress(OSError):
-                # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
+                # Closing is not enough: a child that another thread forked meanwhile has a copy of the descriptor.
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         finally:
             self._file.close()
 
 
 NAME = "daemon"
-USER = "gpuguard"  # as whom the service runs, and to whom the directory is given
+USER = "gpuguard"  # the service runs as this user, to whom the directory is given
 
 
 @dataclass(frozen=True)
 class DaemonFiles:
     """A directory of files that the daemon writes.
 
-    A daemon with a user of its own must not write among the lock files, so it has a directory of its own there.  Root
-    says which one, because only root can put it there, and its owner says who the daemon is: files of any other user
-    count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.
-    *owner* is the uid to whom they must belong, if not to root; None where any user could have made them.
+    A daemon that runs as its own user must not write among the lock files, so it has a directory of its own there.
+    Only root can put it there, and its owner is the daemon's user: files of any other user count for nothing.  Without
+    that directory the files lie beside the claims and are trusted as those are.  *owner* is the uid that must own the
+    files if root does not, or None if any user could have made them.
     """
 
     path: str
@@ -485,16 +495,16 @@ class DaemonFiles:
     prefix: str = ""
 
     def file(self, name: str) -> str:
-        """The path of one of them."""
+        """Return the path of one of the files."""
         return f"{self.path}/{self.prefix}{name}"
 
     def owners(self) -> tuple[int, ...]:
-        """The uids whose files are trusted."""
+        """Return the uids whose files are trusted."""
         return (0, os.geteuid()) if self.owner is None else (0, self.owner)
 
 
 def daemon_files(directory: LockDirectory) -> DaemonFiles:
-    """Where the daemon of *directory* keeps its files."""
+    """Return where the daemon of *directory* keeps its files."""
     path = f"{directory.path}/{NAME}"
     try:
         status = os.lstat(path)
@@ -506,17 +516,17 @@ def daemon_files(directory: LockDirectory) -> DaemonFiles:
 
 
 def stamp_path(directory: LockDirectory, uid: int) -> str:
-    """An empty file of the daemon: its time is that of the last line of its log about that user."""
+    """Return the path of an empty file of the daemon, whose time is that of its last log line about that user."""
     return daemon_files(directory).file(f"events.{uid}")
 
 
 def last_about(directory: LockDirectory, uid: int) -> float | None:
-    """When the daemon of *directory* last wrote down something about a user, unix time; None: unknown, or never."""
+    """Return the unix time at which the daemon last wrote down something about a user, or None if unknown or never."""
     return written_at(stamp_path(directory, uid), daemon_files(directory).owners())
 
 
 def written_at(path: str, owners: Collection[int]) -> float | None:
-    """When a file was last written, unix time; None: it is not there, or belongs to none of these."""
+    """Return the unix time at which a file was last written, or None if it is missing or none of *owners* owns it."""
     with suppress(OSError):
         status = status_in_place(path)
         return status.st_mtime if status.st_uid in owners else None
@@ -524,7 +534,7 @@ def written_at(path: str, owners: Collection[int]) -> float | None:
 
 
 def fault_of(directory: LockDirectory) -> str | None:
-    """What is wrong with the daemon's own directory, in words, if there is one."""
+    """Return what is wrong with the daemon's own directory, in words, or None if nothing is or there is none."""
     path = f"{directory.path}/{NAME}"
     if directory.owner is None or not os.path.lexists(path):
         return None
@@ -543,7 +553,7 @@ def _daemon_directory_fault(status: os.stat_result) -> str | None:
 
 
 def open_lock_file(files: DaemonFiles, name: str) -> int:
-    """A descriptor of a lock file of the daemon that no other user can open: to lock it would keep the daemon away.
+    """Open a lock file of the daemon that no other user can open, because locking it would keep the daemon away.
 
     Raises:
         OSError: it cannot be opened, or it is not what it should be.
@@ -556,7 +566,7 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
         try:
             descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
             if files.owner and os.geteuid() == 0:
-                os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it
+                os.fchown(descriptor, files.owner, -1)  # otherwise the daemon could never open what root made for it
         except FileExistsError:  # another process was quicker
             descriptor = open_in_place(path, flags)
     try:

@@ -1,14 +1,15 @@
-"""Ids of requests and claims, as people write them: the one place that takes them apart and puts them together.
+"""Ids of requests and claims as people write them.  Only this module takes them apart and puts them together.
 
-    3f0c9e21          of the caller's, or of any user where it is not ambiguous; its beginning will do, as 3f0
-    alice/3f0c9e21    that of alice, also by the number of the user: 1000/3f0c9e21
+    3f0c9e21          the caller's, or any user's if it is not ambiguous; its beginning is enough, such as 3f0
+    alice/3f0c9e21    alice's; the number of the user works as well: 1000/3f0c9e21
 
-A request that waits has an id, and the claim that it becomes keeps it, unless the daemon gives the locks: it names its
-claims itself, because two of one id would count as one.  An id is random and never given twice: a number of a user's
-own, shorter to type, would belong to another job by the time that an old command is repeated.  It stands in the name of
-a file, which its owner chooses, so it means something only together with the user who owns that file.
+A request in the queue has an id, and the claim that it becomes keeps it, unless the daemon gives the locks: the daemon
+names its claims itself, because two claims with one id would count as one.  An id is random and never given twice.
+Numbers counted for each user would be shorter to type, but such a number would belong to another job by the time that
+an old command is repeated.  The id stands in the name of a file, which its owner chooses, so it means something only
+together with the user who owns that file.
 
-Does not read files: see records and queue.tickets.
+This module does not read files: see records and queue.tickets.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from gpuguard.locale import _
 
 
 class Named(Protocol):
-    """What has an id: a claim, or a request that waits."""
+    """A claim or a request in the queue, which both have an id."""
 
     @property
     def id(self) -> str:
-        """What stands in the name of its file."""
+        """The id that stands in the name of its file."""
 
     @property
     def short_id(self) -> str:
@@ -44,14 +45,14 @@ T = TypeVar("T", bound=Named)
 
 
 def full_id(named: Named) -> str:
-    """``"alice/3f0c9e21"``, which means the same to every user."""
+    """Return ``"alice/3f0c9e21"``, which means the same to every user."""
     return f"{named.user}/{named.short_id}"
 
 
 def one_of(text: str, candidates: Iterable[T], uid: int) -> T | None:
-    """The one candidate whose id *text* is, else the one whose id begins like it, or None if there is none.
+    """Return the candidate with the id *text*, else the one whose id begins with it, or None if there is none.
 
-    Those of other users count only for root.  Anybody can make one with the id of another user's.
+    Candidates of other users count only for root, because anybody can make one with an id that another user has.
 
     Raises:
         ClaimError: it could mean several, or it is another user's.
@@ -60,7 +61,7 @@ def one_of(text: str, candidates: Iterable[T], uid: int) -> T | None:
     named = [
         candidate
         for candidate in candidates
-        # Ids of requests as --json has them, and USER.ID, as 0.1 wrote it.
+        # The ids of requests as --json prints them, and USER.ID as 0.1 wrote it.
         if text in (candidate.id, f"{candidate.user}.{candidate.short_id}")
         or (
             candidate.short_id.startswith(beginning or "/")
