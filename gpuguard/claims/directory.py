@@ -166,7 +166,7 @@ def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_syste
 
 
 def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
-    """Return (the uid of the one daemon that has the lock files, or None, whether they are closed to this process)."""
+    """Return (the uid of the daemon if it alone has the lock files, whether they are closed to this process)."""
     try:
         status = os.lstat(gate)
     except OSError:

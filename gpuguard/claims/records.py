@@ -1,22 +1,22 @@
-"""Which claims there are: the locks that are held, each with its record where there is one.
+"""The claims that exist: the locks that are held, each with its record if there is one.
 
-A claim has a record: one small JSON file that tells people who holds what and why.  The lock is the truth, the record
-is a comment: it counts only while it is itself locked (by the descriptors that the job inherits, so it dies with the
-claim), its owner is the file's uid and never its content.  Unreadable means "claimed, no details".  A lock that is held
-without a record comes as a claim of user "unknown"; devices that a record names without their locks being held are left
-out.  A device that others share has slots, so many lock files beside its own: a share holds the lock of the device
-LOCK_SH, so that it excludes an exclusive claim and the other way round, and one slot LOCK_EX, so that the kernel bounds
-their number and any user can count them.
+A claim has a record: one small JSON file that tells people who holds the devices and why.  The lock is the truth, the
+record is a comment.  The record counts only while it is itself locked (by the descriptors that the job inherits, so it
+dies with the claim).  Its owner is the uid of the file, no matter what its content says.  An unreadable record means
+"claimed, no details".  A lock that is held without a record is reported as a claim of user "unknown"; devices that a
+record names without their locks being held are left out.  A device that several claims share has slots, which are
+further lock files beside its own.  A share holds the lock of the device LOCK_SH, so that shares and exclusive claims
+exclude each other, and one slot LOCK_EX, so that the kernel limits the number of shares and any user can count them.
 
-Behind the record of a living claim stand release requests, each a line of JSON, and what became of them.  Its owner and
-root can write there, and a user who may look into the owner's processes; the kernel sees to that.  The claim has the
-file open, so it reads what is meant for this very claim even when the path is gone, and no user can plant or flood it.
+Behind the record of a living claim stand release requests, each a line of JSON, and the answers to them.  Its owner,
+root, and a user who may look into the owner's processes can write there; the kernel enforces that.  The claim has the
+file open, so it reads the requests for this very claim even if the path is gone, and no user can plant or flood it.
 
     released    it is decided: the locks are being released, and every reader of this finishes what was begun
     yield       please release the devices, the job may live on       stop    please end the job
     refused     no, and why                                           ending  the job is being ended
 
-Takes and releases nothing, and holds no lock beyond a moment: see claim and release.
+This module takes and releases nothing, and holds no lock for longer than a moment: see claim and unlock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4096
 LARGEST = 2**50  # bytes: larger sizes in a record do not count
-LATEST = 2**33  # unix time, in 2242: nor do later times
+LATEST = 2**33  # unix time, in 2242: later times in a record do not count
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _FIELDS = (
     "devices",
@@ -77,41 +77,41 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 RELEASED, YIELD, STOP, REFUSED, ENDING = "released", "yield", "stop", "refused", "ending"
 _REQUESTS = frozenset({YIELD, STOP})
 _WORDS = frozenset({RELEASED, YIELD, STOP, REFUSED, ENDING})
-LONGEST = 400  # characters of a reason: there is one, and it is for people
+LONGEST = 400  # characters; a request has one reason, and it is for people
 READ_BYTES = 16_384  # from the end: a record has 4 KiB, a request less than 3
 FULL_BYTES = 65_536
 
 _NOBODY = -1
 _MOST_NAMED = 5  # users who hold a lock together
 _owners: dict[str, dict[tuple[str, int], tuple[int, float]]] = {}  # directory -> (name, inode) -> (uid, time)
-HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher finds out anew who holds the locks
+HOLDERS_SECONDS = 10.0  # after which a ClaimWatcher searches again for the holders of the locks
 _ID = re.compile(r"(?:slurm[0-9]{1,11}-)?[A-Za-z0-9]{1,32}", re.ASCII)
 
 
 def is_id(text: str) -> bool:
-    """Whether *text* can be the id of a claim, a ticket or a reservation: 1 to 32 letters and digits of ASCII.
+    """Return whether *text* can be the id of a claim, a ticket or a reservation: 1 to 32 letters and digits of ASCII.
 
     A claim in a job of Slurm that no prolog has claimed for begins with the job: ``slurm12-5f0e``.  An id stands in the
-    name of a file, which any user can choose, and is shown to others in commands to be pasted.
+    name of a file, which any user can choose, and is shown to other users in commands that they may paste.
     """
     return _ID.fullmatch(text) is not None
 
 
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
-    """Where the record of a claim lies."""
+    """Return the path of the record of a claim."""
     return f"{directory.records}/{directory.prefix}claim.{uid}.{claim_id}.json"
 
 
 def unfinished_path(directory: LockDirectory) -> str:
-    """Where a file is written that gets its name when it is whole.
+    """Return the path at which a file is written before it is whole and gets its real name.
 
-    Random, because a user who knew it could make a file of that name just before, and keep the finished one away.
+    The path is random: a user who knew it could make a file of that name first, and so keep the finished one away.
     """
     return f"{directory.records}/{directory.prefix}unfinished.{os.urandom(8).hex()}.new"
 
 
 def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: int | None = None) -> tuple[str, int]:
-    """Write a record that lives as long as its descriptor, or a copy of it in a job, does.
+    """Write a record that lives as long as its descriptor or a copy of that in a job.
 
     *content* has the id of the claim; *owner* is the uid for whom root writes it.  Returns the path of the record and
     its locked descriptor (close-on-exec).
@@ -124,13 +124,13 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
         write_all(descriptor, _encoded(content))
         try:
             os.rename(unfinished, path)  # readers see it whole, and already locked
-        except IsADirectoryError:  # a directory that was put there makes way for it
+        except IsADirectoryError:  # a directory was put there: the two are exchanged
             library = ctypes.CDLL(None, use_errno=True)
             names = (_AT_FDCWD, os.fsencode(unfinished), _AT_FDCWD, os.fsencode(path))
             if library.renameat2(*names, _RENAME_EXCHANGE):
                 raise
     except BaseException:
-        for name in (unfinished, path):  # an interruption may come when it has its name already
+        for name in (unfinished, path):  # at an interruption it may have its real name already
             if is_same_file(descriptor, name):
                 os.unlink(name)
         os.close(descriptor)
@@ -140,7 +140,7 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
     content = dict(content)
-    # The command line is the one part that may be long; the claim is worth more than its last arguments.
+    # The command line is the one part that may be long.  The claim is worth more than the last arguments of its job.
     while len(encoded := json.dumps({**content, "expected": None}).encode()) > MAX_BYTES - len(_ROOM):
         command, note = content.get("command") or (), content.get("note") or ""
         if command:
@@ -151,7 +151,7 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def write_expected(descriptor: int, when: float) -> None:
-    """Write into a record, in place, as a job holds the file, when (unix time) its job should end."""
+    """Write into a record when (unix time) its job should end, in place, because a job has the file open."""
     record = os.pread(descriptor, MAX_BYTES, 0).partition(b"\n")[0]
     offset = record.rfind(_EXPECTED) + len(_EXPECTED)
     room = len(record) - len(b"}") - offset
@@ -160,7 +160,7 @@ def write_expected(descriptor: int, when: float) -> None:
 
 
 def read_records(directory: LockDirectory) -> list[ClaimRecord]:
-    """All records whose claim lives, oldest first; those of dead claims are removed where this user may."""
+    """Return all records whose claim lives, oldest first; remove those of dead claims if this user may do so."""
     start = f"{directory.prefix}claim."
     names = [name for name in directory.names() if name.startswith(start) and name.endswith(".json")]
     names, _ = first_of_each(directory, names, MOST_OF_ONE)
@@ -169,16 +169,17 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
 
 
 def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:
-    """The record of one living claim of one user; None when there is none."""
+    """Return the record of one living claim of one user, or None if there is none."""
     if directory.is_missing() or not all(map(is_id, claim_id.split("."))):
         return None
     return _read_record(directory, record_path(directory, uid, claim_id).removeprefix(f"{directory.records}/"))
 
 
 def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
-    """*claims* in their order, each as a claim of the user to whom root has given the uid of its file.
+    """Return *claims* in their order, each as a claim of the user to whom root has given the uid of its file.
 
-    Where that user already has one of the same id, it gets another id, so that no claim hides another from the rules.
+    If that user already has a claim with the same id, the claim gets another id, so that none hides another from the
+    rules.
     """
     taken, found = {(claim.uid, claim.id) for claim in claims}, list[ClaimRecord]()
     for claim in claims:
@@ -191,9 +192,9 @@ def of_their_users(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
 
 
 def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], dict[int, int]]:
-    """Of each user's files the first *most*, and uid -> how many there are beyond; root's are not counted.
+    """Return the first *most* files of each user, and uid -> how many more there are; root's are not counted.
 
-    Everybody reads them all, and any user can make any number.
+    The limit is needed because everybody reads all of them, and any user can make any number.
     """
     if len(names) <= most:
         return names, {}
@@ -203,9 +204,9 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
 
 
 def files_by_user(directory: LockDirectory, is_wanted: Callable[[str], bool]) -> dict[int, list[tuple[float, str]]]:
-    """(time of the last change, name) of each user's files, the oldest first; see users.accountable_uids.
+    """Return uid -> (time of the last change, name) of the user's files, oldest first; see users.accountable_uids.
 
-    What was read of a file is remembered while it is there: there may be thousands, and their owners never change.
+    The facts about a file are remembered while it exists: there may be thousands, and their owners never change.
     """
     known, files = _owners.get(directory.records, {}), dict[tuple[str, int], tuple[int, float]]()
     with nullcontext(()) if directory.is_missing() else os.scandir(directory.records) as entries:
@@ -227,7 +228,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
     try:
         descriptor, status = open_regular(path)
     except OSError as error:
-        if shortage(error):  # it is not gone for that
+        if shortage(error):  # the record still exists
             raise
         return None
     try:
@@ -240,7 +241,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
         uid, *claim_id = key.split(".")
         if len(claim_id) not in (1, 2) or not all(map(is_id, claim_id)):  # 2: a claim inside another one
             return None
-        # Else it has the name of another user's.  In a namespace of users all others look like one.
+        # Otherwise it has the name of another user's record.  In a user namespace all other users look like one.
         if uid != str(status.st_uid) and status.st_uid != os.lstat(directory.records).st_uid:
             return None
         record = _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
@@ -250,7 +251,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
 
 
 def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
-    encoded = encoded.partition(b"\n")[0]  # behind it are release requests
+    encoded = encoded.partition(b"\n")[0]  # release requests stand behind it
     try:
         content = loads(encoded) if len(encoded) <= MAX_BYTES else None
     except ValueError:
@@ -258,7 +259,7 @@ def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
     fields = {
         name: value
         for name, value in sound_fields(ClaimRecord, content, _FIELDS).items()
-        # Others calculate with it: an endless number would end the reader that subtracts it from a time.
+        # Readers calculate with these: an infinite number would end a reader that subtracts it from a time.
         if not isinstance(value, int | float) or 0 <= value <= (LARGEST if name == "memory" else LATEST)
     }
     return ClaimRecord(**{"devices": (), **fields}, id=key.partition(".")[2], uid=uid, user=user_name(uid))
@@ -274,18 +275,18 @@ class ReleaseRequest:
     at: float = 0.0  # unix time
 
     def in_words(self) -> str:
-        """``"by root at 15:04: others wait"``."""
+        """Return ``"by root at 15:04: others wait"``."""
         when = local_time(self.at, " at %H:%M") if self.at else ""
         return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
 
 
 def write_request(descriptor: int, request: ReleaseRequest) -> int:
-    """Write a request or an answer behind a record; returns where it ends in the file.
+    """Write a request or an answer behind a record, and return where it ends in the file.
 
-    It finds room, however many were answered before, and whatever the owner has written there.
+    Room is made for it, no matter how many were answered before and what the owner has written there.
 
     Raises:
-        ClaimError: there is none, and a decision stands there.
+        ClaimError: there is no room, and none can be made because a decision stands there.
         OSError: it cannot be written.
     """
     end = os.fstat(descriptor).st_size
@@ -307,9 +308,9 @@ def write_request(descriptor: int, request: ReleaseRequest) -> int:
 
 
 def read_requests(descriptor: int, behind: int | None = None) -> tuple[ReleaseRequest, ...]:
-    """What stands behind a record, oldest first; a line that cannot be read counts for nothing.
+    """Return the requests and answers behind a record, oldest first, without the lines that cannot be read.
 
-    *behind*: where a request ends, of which only the answers are wanted; None: the newest of all.
+    *behind* is where a request ends of which only the answers are wanted, or None for the newest lines of all.
     """
     size = os.fstat(descriptor).st_size
     begin = max(0, size - READ_BYTES) if behind is None else behind
@@ -321,7 +322,7 @@ def read_requests(descriptor: int, behind: int | None = None) -> tuple[ReleaseRe
 
 
 def released_by(descriptor: int) -> ReleaseRequest | None:
-    """The decision that this claim is released, if there is one."""
+    """Return the decision that this claim is released, or None if there is none."""
     try:
         return next((request for request in read_requests(descriptor) if request.what == RELEASED), None)
     except OSError:
@@ -329,7 +330,7 @@ def released_by(descriptor: int) -> ReleaseRequest | None:
 
 
 def pending_request(descriptor: int) -> ReleaseRequest | None:
-    """The last request, if it was not answered yet."""
+    """Return the last request if it was not answered yet, or None."""
     try:
         requests = read_requests(descriptor)
     except OSError:
@@ -357,12 +358,12 @@ def _decode_request(line: bytes) -> ReleaseRequest | None:
 
 
 def slot_names(uuid: str) -> tuple[str, ...]:
-    """The names of the lock files of a device's slots."""
+    """Return the names of the lock files of a device's slots."""
     return tuple(f"{uuid}.slot{number}" for number in range(SLOTS))
 
 
 def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
-    """The slots of a device that are held now; without the gate, so lock that first where it matters."""
+    """Return the slots of a device that are held now.  The gate is not locked here: do so first if it matters."""
     # The sticky directory has no files for the slots until a claim shares the device, and the first is taken first.
     if not exists_in_place(directory.lock_path(f"{uuid}.slot0")):
         return ()
@@ -370,17 +371,17 @@ def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
 
 
 def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
-    """Those of *uuids* (or other names of locks) whose lock is held, alone or as one that shares it.
+    """Return those of *uuids* (or other names of locks) whose lock is held exclusively or by a share.
 
-    Under the gate, so that no claim is disturbed.  A GPU of which only MIG instances are claimed is not among
-    them: its lock is held shared.
+    This locks the gate, so that no claim is disturbed.  A GPU of which only MIG instances are claimed is not among
+    them, because its lock is held shared.
     """
     with Gate(directory):
         return set(_held_and_granted(directory, uuids)[0].values())
 
 
 def locks_held(directory: LockDirectory, uuids: Iterable[str]) -> frozenset[str]:
-    """The names of all locks that are held on these devices, of whole ones and of shares."""
+    """Return the names of all locks that are held on these devices, those of whole devices and those of shares."""
     with Gate(directory):
         return frozenset(_held_and_granted(directory, uuids)[0])
 
@@ -392,11 +393,12 @@ def probe(
     known: Sequence[ClaimRecord] = (),
     sought: Sequence[ClaimRecord] = (),
 ) -> tuple[ClaimRecord, ...]:
-    """Who claims which of the devices now: one record per claim, devices and slots limited to those really locked.
+    """Return the claims of the devices now: one record per claim, with only the devices and slots really locked.
 
-    *known* are claims that were found a moment ago.  Of those that still live the holders are believed, less those that
-    have ended since: to find them anew, every process of the machine is read.  *sought* were found by this process:
-    where it saw no holder of the same locks, it does not search again, but for those that it took for hidden.
+    *known* are claims that were found a moment ago.  The holders of those that still live are believed, except for
+    holders that have ended since, because finding them again means reading every process of the machine.  *sought* are
+    claims that this process found before: if it saw no holder of the same locks then, it does not search again, unless
+    it took the claim for hidden.
     """
     with Gate(directory):
         locked, granted = _held_and_granted(directory, uuids)
@@ -404,7 +406,7 @@ def probe(
 
 
 def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
-    """As probe(), for a caller that has the gate already; *holders*: read every process of the machine, too."""
+    """Return the claims as probe() does, for a caller that has the gate.  *holders* also reads every process."""
     locked, granted = _held_and_granted(directory, uuids)
     if holders or not locked:
         return _claims(directory, locked, granted)
@@ -414,8 +416,8 @@ def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bo
 class ClaimWatcher:
     """Probes the claims of a directory again and again, for callers that show them or look again before they act.
 
-    Which locks are held is read each time; by which processes is found out anew every HOLDERS_SECONDS, because that
-    reads every process of the machine.  A caller that claims or releases something uses probe().
+    It reads each time which locks are held, but searches for their holders only every HOLDERS_SECONDS, because the
+    search reads every process of the machine.  A caller that claims or releases something uses probe() itself.
     """
 
     def __init__(self) -> None:
@@ -425,7 +427,7 @@ class ClaimWatcher:
     def probe(
         self, directory: LockDirectory, uuids: Iterable[str], known: Sequence[ClaimRecord] = ()
     ) -> tuple[ClaimRecord, ...]:
-        """The claims now, as probe(); *known* is what another process, as the daemon, has found a moment ago."""
+        """Return the claims now, as probe() does; *known* are those that the daemon, say, has found a moment ago."""
         now = time.monotonic()
         if now >= self._forgets_at:
             self._known, self._forgets_at = (), now + HOLDERS_SECONDS
@@ -433,19 +435,19 @@ class ClaimWatcher:
         return self._known
 
     def prepare(self, directory: LockDirectory) -> None:
-        """Find out who holds the locks now, while something else is waited for."""
+        """Find the holders of the locks now, while the caller waits for something else."""
         start = directory.prefix
         names = [name.removeprefix(start) for name in os.listdir(directory.locks) if name.startswith(start)]
         self.probe(directory, [name for name in names if name.startswith(UUID_PREFIXES) and ".slot" not in name])
 
 
 class FirstSeen:
-    """How old claims are, for a caller that samples again and again: as old as it knows them.
+    """The ages of claims, for a caller that samples again and again: each is as old as the caller has known it.
 
-    What a record says of its age is its owner's word: a user who wrote each minute that a claim was made just now was
-    never judged by rules that leave a new claim alone for a while, and one who wrote that it is old was spared by
-    quotas, at the expense of others.  So a claim is as old as the first sample that shows it; at the first sample of
-    all, as its record has lain there unchanged.
+    The age in a record is only its owner's word.  A user who wrote each minute that a claim was just made would never
+    be judged by rules that leave a new claim alone for a while, and one who wrote that it is old would be spared by
+    quotas, at the expense of others.  So a claim is as old as the first sample that shows it.  In the first sample of
+    all, it is as old as the last change of its record.
     """
 
     def __init__(self) -> None:
@@ -453,7 +455,7 @@ class FirstSeen:
         self._has_looked = False
 
     def remember(self, before: Snapshot) -> None:
-        """Begin with what another guard has found in this boot: *before* is its last sample, with claims by dated()."""
+        """Begin with what another guard has seen since this boot; *before* is its last sample, dated by dated()."""
         boot = before.taken_at - before.clock
         for claim in before.claims:
             if claim.since is not None:
@@ -461,14 +463,14 @@ class FirstSeen:
         self._has_looked = True
 
     def dated(self, claims: Iterable[ClaimRecord], clock: float, now: float) -> tuple[ClaimRecord, ...]:
-        """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), each as old as it was seen."""
+        """Return *claims*, found at *clock* (CLOCK_BOOTTIME) or *now* (unix time), each as old as it was seen."""
         seen: dict[tuple[object, ...], float] = {}
         dated = []
         for claim in claims:
             old = 0.0 if self._has_looked or claim.written is None else max(0.0, now - claim.written)
             places = {place: self._seen.get(place, clock - old) for place in _places(claim)}
             seen.update(places)
-            # A claim may have got a device since.
+            # The earliest time counts, because a claim may have got a device since.
             dated.append(replace(claim, since=round(now - (clock - max(places.values())), 3)))
         self._seen, self._has_looked = seen, True
         return tuple(dated)
@@ -490,7 +492,7 @@ def _claims(
     records = read_records(directory)
     holders = remembered(known, records)
     claims = _join(locked, records, holders, granted)
-    # Not of a hidden one: that no process holds it, so that it protects none, must be true at each look.
+    # Hidden claims are searched for each time: that no process holds one, so that it protects none, must be true now.
     in_vain = {_locks_of(claim) for claim in sought if not claim.holders and not claim.hidden}
     sought_before = {name for claim in claims if _locks_of(claim) in in_vain for name in claim.slots or claim.devices}
     if locked.keys() <= holders.keys() | sought_before:
@@ -515,9 +517,9 @@ def _join(
     holders: Mapping[str, Mapping[int, int]],
     granted: Mapping[str, Grant | None],
 ) -> tuple[ClaimRecord, ...]:
-    """The records with what is really theirs of the locks that are held (name -> uuid), and one for each other lock.
+    """Return the records with those of the held locks (name -> uuid) that are theirs, and one for each other lock.
 
-    What the daemon has given is known to it, whatever a record says.
+    The daemon knows to whom it has given a lock, whatever a record says.
     """
     claims = []
     explained: set[str] = set()
@@ -526,7 +528,7 @@ def _join(
             name
             for name, uuid in locked.items()
             if uuid in record.devices
-            # A share of a device holds a slot; a record that names one does not have the device alone.
+            # A share of a device holds a slot.  A record that names a slot does not have the device exclusively.
             and (name in record.slots if name != uuid else not record.slots)
             and _may_hold(record, holders.get(name, {}), granted.get(name))
         }
@@ -550,7 +552,7 @@ def _join(
 
 def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Grant | None) -> ClaimRecord:
     uids = set(holders.values())
-    # A process of root's may keep a lock that it was sent, and a user with further uids (/etc/subuid) is one user.
+    # A process of root may keep a lock that it was sent, and a user with further uids (/etc/subuid) is one user.
     owners = accountable_uids(uids - {0} or uids)
     several = len(set(owners.values())) > 1
     uid = grant.uid if grant else min(owners) if owners and not several else _NOBODY
@@ -563,13 +565,13 @@ def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Gra
 
 
 def _first_of_each_user(holders: Mapping[int, int], owners: Mapping[int, int]) -> str:
-    """``"alice (pid 12) and bob (pid 34)"``: who holds a lock together."""
+    """Return ``"alice (pid 12) and bob (pid 34)"``, the users who hold a lock together."""
     first = {owners[uid]: f"{user_name(uid)} (pid {pid})" for pid, uid in sorted(holders.items(), reverse=True) if uid}
     return " and ".join(sorted(first.values())[:_MOST_NAMED])
 
 
 def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | None) -> bool:
-    """False for a record that names a device which visibly is another user's."""
+    """Return False for a record that names a device which is visibly another user's."""
     if grant:
         return (record.uid, record.id.partition(".")[0]) == (grant.uid, grant.claim)
     owners = accountable_uids([record.uid, *holders.values()])
@@ -579,7 +581,7 @@ def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | No
 def _held_and_granted(
     directory: LockDirectory, uuids: Iterable[str]
 ) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
-    """The locks that are held, name -> uuid, and to whom the daemon gave them, where it does."""
+    """Return the locks that are held, name -> uuid, and the grants of those that the daemon gave, if it gives any."""
     if directory.closed:
         return _held_by_word_of_the_daemon(directory, set(uuids))
     locked = {}
@@ -598,7 +600,7 @@ def _held_and_granted(
                 locked.update(dict.fromkeys(slots, uuid))
             elif (
                 directory.keeper is not None
-                # A file of which a user may have kept a descriptor is made anew; an empty one is shared by root.
+                # A file of which a user may have kept a descriptor is replaced; an empty one is locked shared by root.
                 and not grants.renew(directory, uuid, descriptor)
                 and os.fstat(descriptor).st_size
             ):
@@ -612,7 +614,7 @@ def _held_by_word_of_the_daemon(
     directory: LockDirectory, uuids: set[str]
 ) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
     granted = grants.granted(directory)
-    if granted is None:  # no daemon: no user can claim now, and those who do say so themselves
+    if granted is None:  # no daemon: no user can claim now, and existing claims are known by their records
         pairs = [(record, uuid) for record in read_records(directory) for uuid in record.devices if uuid in uuids]
         return {name: uuid for record, uuid in pairs for name in record.slots or (uuid,) if uuid in name}, {}
     names = [(name, name if name in uuids else name.rpartition(".slot")[0]) for name in granted]
@@ -625,11 +627,11 @@ def _is_locked(directory: LockDirectory, name: str) -> bool:
     try:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:
-        return True  # planted: it is unknown what it hides until root has looked at it
+        return True  # planted: until root has looked at it, it is unknown what it hides
     try:
         if directory.keeper is None:
             return not is_unlocked(descriptor)
-        # Given by the daemon: its receiver may hold it shared, or keep a descriptor of it.
+        # The daemon gave the lock: its receiver may hold it shared, or keep a descriptor of it.
         return not grants.renew(directory, name, descriptor)
     finally:
         os.close(descriptor)

@@ -1,16 +1,16 @@
-"""Restrictions: what was decided about users and devices, in files that only root or the daemon can write.
+"""Restrictions: decisions about users and devices, in files that only root or the daemon can write.
 
     denied.json         users who get no new claims, by uid
     quarantined.json    devices that no job gets, by uuid
     kept.json           exemptions: processes that the daemon leaves alone, "UID", or "UID UUID" on one device
     set-back.json       tickets, and users by uid, that stand at the end of the queue: see daemon.broker
 
-Everybody can read them.  What root decides lies in the directory of the claims, what the daemon decides among the
-daemon's files; both count, hold without a daemon, and end by themselves when their time is over.  That directory is
-gone after a boot: of what shall outlive it a copy lies in COPIES, which systemd-tmpfiles brings back before the first
-claim (see `gpuguard setup`).  A file that another user could have written counts for nothing.  Where any user may make
-files (the sticky fallback) there are no restrictions.  Does not say who may ask for one: see daemon.requests, and the
-commands deny and quarantine.
+Everybody can read them.  Root's decisions lie in the claim directory, the daemon's among the daemon's files; both
+count, hold without a daemon, and end by themselves when their time is over.  The claim directory is gone after a boot,
+so restrictions that must outlive it have a copy in COPIES, which systemd-tmpfiles brings back before the first claim
+(see `gpuguard setup`).  A file that another user could have written counts for nothing.  Where any user may make files
+(the sticky fallback), there are no restrictions.  This module does not say who may ask for one: see daemon.requests,
+and the commands deny and quarantine.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ DENIED: Final = "denied"
 QUARANTINED: Final = "quarantined"
 KEPT, SET_BACK = "kept", "set-back"
 ADMINISTRATOR = "the administrator"
-# Where the copies of denied and quarantined lie, by the folder of which they are.  Each belongs to who writes it.
+# Folder -> where the copies of its denied and quarantined lie.  Each copy belongs to the user who writes it.
 COPIES = {ADMIN_DIRECTORY: "/var/lib/gpuguard-admin", f"{ADMIN_DIRECTORY}/{NAME}": "/var/lib/gpuguard"}
 MAX_BYTES = 512 * 1024
 MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
-REMEMBERED_SECONDS = {KEPT: 7 * 86400.0}  # for so long change() still finds those that are over
+REMEMBERED_SECONDS = {KEPT: 7 * 86400.0}  # how long change() still finds those that are over
 WRITE_SECONDS = 5.0  # for another writer to finish
-LATEST = 2**37  # unix time: beyond the year 6000 it is none, and soon no date that can be shown
-STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
+LATEST = 2**37  # unix time: one beyond the year 6000 is an error, and soon could not be shown as a date
+STEP_SECONDS = 1.0  # a smaller change of the clock is no step, because it is always adjusted a little
 
 _NOT_HERE = N_(
     "without a directory of root's anybody could write this, so it would mean nothing.  "
@@ -57,36 +57,36 @@ _NOT_HERE = N_(
 
 @dataclass(frozen=True)
 class Restriction:
-    """One decision."""
+    """One decision about a user or a device."""
 
     name: str  # what it is about: a uid or a uuid
     since: float  # unix time
-    until: float | None = None  # unix time at which it ends by itself; None: when it is ended
+    until: float | None = None  # unix time at which it ends by itself, or None if it must be ended
     reason: str = ""  # for people
     by: str = ADMINISTRATOR  # who decided: "the administrator", "the policy hot-cards", or a user
     user: str | None = None  # name of the user, if it is about one
-    # (pid, start time) of the process that caused it, with which it ends: see enforcement.actions
+    # (pid, start time) of the process that caused it; it ends with that process: see enforcement.actions
     process: tuple[int, float] | None = None
-    # (begin, end) of the times of the last days for which a user asked; None: they are not counted
+    # (begin, end) of the times in the last days for which a user asked, or None if they are not counted
     asked: tuple[tuple[float, float], ...] | None = None
-    begins: float | None = None  # unix time; None: at once
+    begins: float | None = None  # unix time, or None if it holds at once
     until_reboot: bool = False  # it is over after a boot
 
     def holds(self, now: float) -> bool:
-        """Whether it has begun and is not over."""
+        """Return whether it has begun and is not over."""
         return not self.is_over(now) and (self.begins is None or self.begins <= now)
 
     def is_over(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Return whether its time is over."""
         return self.until is not None and now >= self.until
 
 
 def read_restrictions(
     directory: LockDirectory, kind: str, now: float, *, planned: bool = False
 ) -> dict[str, Restriction]:
-    """The restrictions of a kind that hold at *now* (unix time); none when there is no file that can be trusted.
+    """Return the restrictions of a kind that hold at *now* (unix time), or none if no file can be trusted.
 
-    *planned*: those that begin later, too.
+    With *planned*, those that begin later are returned as well.
 
     Raises:
         OSError: no further file can be opened to look.
@@ -96,7 +96,7 @@ def read_restrictions(
 
 
 def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
-    """uuid -> why no user, or not this one, gets it; uid None asks for no user in particular."""
+    """Return uuid -> why no user, or not the user *uid*, gets the device.  *uid* None is no user in particular."""
     if not any(map(os.path.lexists, restriction_files(directory))):
         return {}
     denied = None if uid is None else denial_of(read_restrictions(directory, DENIED, now), uid)
@@ -106,7 +106,7 @@ def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: in
 
 
 def denial_of(denied: Mapping[str, Restriction], uid: int) -> Restriction | None:
-    """The one that holds for *uid*: its own, or that of the user to whom root has given it (see users)."""
+    """Return the denial that holds for *uid*: its own, or that of the user to whom root has given it (see users)."""
     if str(uid) in denied:
         return denied[str(uid)]
     owner = owner_of_given(uid) if denied else None
@@ -119,26 +119,26 @@ def denial_of(denied: Mapping[str, Restriction], uid: int) -> Restriction | None
 
 
 def restriction_files(directory: LockDirectory) -> tuple[str, ...]:
-    """Where restrictions may lie that decide who may claim, and when."""
+    """Return the paths of the files whose restrictions decide who may claim, and when."""
     kinds = (DENIED, QUARANTINED, SET_BACK)
     return tuple(_path(files, kind) for kind in kinds for files in _folders(directory, kind))
 
 
 def denial_text(restriction: Restriction) -> str:
-    """``"new claims of bob are denied by the administrator until 11-20 20:15: too many jobs"``."""
+    """Return ``"new claims of bob are denied by the administrator until 11-20 20:15: too many jobs"``."""
     user = neutralise(restriction.user or f"uid {restriction.name}")
     return f"new claims of {user} are denied {_decision(restriction)}"
 
 
 def quarantine_text(restriction: Restriction) -> str:
-    """``"quarantined by the administrator: XID 79, being replaced"``."""
+    """Return ``"quarantined by the administrator: XID 79, being replaced"``."""
     return f"quarantined {_decision(restriction)}"
 
 
 def change(
     directory: LockDirectory, kind: str, update: Callable[[dict[str, Restriction]], object]
 ) -> dict[str, Restriction]:
-    """Let *update* change the restrictions of a kind; readers see the old ones or the new ones, whole.
+    """Let *update* change the restrictions of a kind.  Readers see all of the old ones or all of the new ones.
 
     Returns:
         The restrictions after that.
@@ -160,7 +160,8 @@ def change(
                 _write_copy(files, kind, lasting if number == 0 else {})
             if restrictions:
                 _write(path, kind, restrictions)
-            # Without a file a command that starts a job has nothing to read.  Root takes over what the daemon decided.
+            # No empty file is kept, so that a command that starts a job has nothing to read.  Root takes over what the
+            # daemon decided.
             for files in writable[bool(restrictions) :]:
                 if os.path.lexists(_path(files, kind)):
                     os.unlink(_path(files, kind))
@@ -173,7 +174,7 @@ def change(
 
 
 def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> None:
-    """Add *restriction*, unless one about the same lasts longer, or may: how long a process will is unknown."""
+    """Add *restriction*, unless one about the same subject lasts longer or may: a process ends at an unknown time."""
     before = restrictions.get(restriction.name)
     longer = before is None or (
         before.until is not None
@@ -185,7 +186,7 @@ def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> No
 
 
 def to_json(restriction: Restriction) -> dict[str, str | float | None]:
-    """What stands in the file, and what `--json` prints."""
+    """Return the object that stands in the file and that `--json` prints."""
     return {
         "name": restriction.name,
         "user": restriction.user,
@@ -206,7 +207,7 @@ def _decision(restriction: Restriction) -> str:
 
 
 def _folders(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
-    """Where restrictions of a kind may lie, root's first."""
+    """Return the places where restrictions of a kind may lie, root's first."""
     if directory.owner is None:
         return ()
     daemons = daemon_files(directory)
@@ -226,7 +227,7 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
             for restriction in [restriction for restriction in _read(files, kind) if not restriction.is_over(now)]:
                 extend(restrictions, restriction)
         except OSError as error:
-            if shortage(error):  # it is there: it would be overlooked, and lost at the next change
+            if shortage(error):  # the file exists: it would be overlooked now, and lost at the next change
                 raise
         except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
             continue
@@ -235,7 +236,7 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
 
 def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
     content = loads(read_file(_path(files, kind), MAX_BYTES, files.owners()))
-    # If the clock was set since that was written, what is left of it stays as long as it was.
+    # If the clock was set since the file was written, each restriction still has as long to go as before.
     this_boot = content.get("boot") == boot_id() != ""
     step = _booted() - content.get("booted_unix_seconds", 0.0) if this_boot else 0.0
     step = step if abs(step) > STEP_SECONDS else 0.0
@@ -253,7 +254,7 @@ def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
 
 
 def _booted() -> float:
-    """The unix time at which the clock that is never set began to count."""
+    """Return the unix time at which the clock that is never set began to count."""
     return time.time() - boot_clock()
 
 
@@ -272,7 +273,7 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
 
 
 def _write_copy(files: DaemonFiles, kind: str, lasting: dict[str, Restriction]) -> None:
-    """Keep over a boot what shall outlive it.  Raises OSError for root; a daemon may have no such place."""
+    """Copy what must outlive a boot.  Raises OSError only for root, because a daemon may have no such place."""
     place = COPIES.get(files.path) if kind in (DENIED, QUARANTINED) else None
     if place is None:
         return
@@ -293,7 +294,7 @@ def _only_writer(folders: Sequence[DaemonFiles]) -> Iterator[None]:
     deadline = time.monotonic() + WRITE_SECONDS
     with ExitStack() as held:
         for files in folders:
-            os.close(open_lock_file(files, "marks.lock"))  # it is there now, and it is no other user's
+            os.close(open_lock_file(files, "marks.lock"))  # the file exists now, and it is no other user's
             path = files.file("marks.lock")
             try:
                 held.enter_context(FileLock(path, timeout=max(0.0, deadline - time.monotonic())))

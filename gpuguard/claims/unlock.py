@@ -1,14 +1,14 @@
-"""Releasing the locks of a claim whose job lives on, from outside: no signal, and nothing broken by age or by pid.
+"""Release the locks of a claim from outside while its job lives on: without a signal, and never by age or by pid.
 
-A lock belongs to an open file, which every process of the job shares.  pidfd_getfd(2) lends us that very file, where
-the kernel lets us look into the process: its owner may (unless Yama forbids it), and CAP_SYS_PTRACE.  Unlocking it
-there frees the device for all of them at once.  The decision is written behind the record first, so that a claim which
-was released is not locked again, and whatever a killed releaser has begun is finished.
-Which files these are says the kernel; what the record says of it only adds to that.  Where the daemon gives the locks
-it makes their files anew as well, so no process need lend them, and an old descriptor that is locked again has nothing.
+A lock belongs to an open file, which every process of the job shares.  pidfd_getfd(2) lends us that very file if the
+kernel lets us look into the process: its owner may (unless Yama forbids it), and so may CAP_SYS_PTRACE.  Unlocking the
+file frees the device for all of the processes at once.  The decision is written behind the record first, so that a
+released claim is not locked again, and a release whose process was killed is finished.
+The kernel says which files these are; the record only adds to that.  Where the daemon gives the locks, it also replaces
+their files, so that no process need lend them, and an old descriptor that is locked again is worth nothing.
 
-Does not decide whether a claim may be released (see enforcement.preflight and daemon.release), but says by in_use()
-whether a process computes under it.
+This module does not decide whether a claim may be released (see enforcement.preflight and daemon.release), but in_use()
+says whether a process computes under it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.users import certain_owner
 
-MOST_LOCKS = 256  # of one claim: a record says what its owner likes
-SEARCH_SECONDS = 2.0  # among the owner's processes, of which there can be any number
-LEND_TIMES = 4  # as long as another look, for a file to be checked
+MOST_LOCKS = 256  # of one claim, because its owner can write anything into its record
+SEARCH_SECONDS = 2.0  # for the owner's processes, of which there can be any number
+LEND_TIMES = 4  # times as long as another read of a process, for the check of a file: see deadline.in_time
 COMMAND_CHARACTERS = 60
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h
@@ -57,18 +57,18 @@ class NotPermitted(ClaimError):
 class LockHandle:
     """The open files of a claim, lent by its holders; nothing is changed yet."""
 
-    record: int  # the descriptor of its record; -1: no process lends it
+    record: int  # the descriptor of its record, or -1 if no process lends it
     path: str  # of the record
     locks: tuple[int, ...]  # descriptors of its lock files
-    holder: int  # pid of the process that lent the record; 0: none
+    holder: int  # pid of the process that lent the record, or 0 if none did
     pidfd: int  # of that process
-    renew_granted: Callable[[], object] | None = None  # makes lock files anew that this daemon gave
+    renew_granted: Callable[[], object] | None = None  # replaces the lock files that this daemon gave
 
 
 def computing_under(
     claim: ClaimRecord, snapshot: Snapshot, facts: Processes
 ) -> tuple[tuple[GpuProcess, ...], str | None]:
-    """The processes that compute under *claim*, and why that is unknown (None: it is known).
+    """Return the processes that compute under *claim*, and why they are unknown, or None if they are known.
 
     A process of the claim's owner counts as the claim's, and so does one whose owner is unknown.
     """
@@ -87,7 +87,7 @@ def computing_under(
 
 
 def in_use(claim: ClaimRecord, snapshot: Snapshot) -> str | None:
-    """Which processes compute under *claim*, in words, or why that is unknown; None when none does."""
+    """Return which processes compute under *claim*, in words, or why that is unknown, or None if none does."""
     snapshot = replace(snapshot, claims=(claim,))
     users, unknown = computing_under(claim, snapshot, process_facts(snapshot))
     if unknown:
@@ -96,7 +96,7 @@ def in_use(claim: ClaimRecord, snapshot: Snapshot) -> str | None:
 
 
 def computing_text(process: GpuProcess, clock: float) -> str:
-    """``"pid 4711 (python train.py) computes for 3h12m with 10GiB"``; *clock* is CLOCK_BOOTTIME."""
+    """Return ``"pid 4711 (python train.py) computes for 3h12m with 10GiB"``; *clock* is CLOCK_BOOTTIME."""
     started = process.start_time if process.start_time is not None else start_time(process.pid)
     since = f" for {format_duration(round(clock - started))}" if started is not None else ""
     memory = f" with {format_bytes(process.memory_used)}" if process.memory_used is not None else ""
@@ -132,7 +132,7 @@ def lock_handle(directory: LockDirectory, claim: ClaimRecord) -> Iterator[LockHa
 
 
 def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
-    """Release the claim for good; the order matters.
+    """Release the claim for good.  The order of the steps matters.
 
     Raises:
         OSError: the decision could not be written down, so nothing was done.
@@ -152,12 +152,12 @@ def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
 
 
 def is_supervisor(pid: int) -> bool:
-    """Whether that process waits for SIGURG, as `gpuguard run` does: it reads its claim then, and informs its user."""
+    """Return whether a process waits for SIGURG, as `gpuguard run` does to read its claim and inform its user."""
     return catches(pid, signal.SIGURG)
 
 
 def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
-    """By which descriptors a living claim has its locks open, as its record says, if it does; None: it has ended."""
+    """Return the descriptors of the locks that the record of a living claim names, or None if the claim has ended."""
     try:
         descriptor = open_in_place(path)
     except OSError:
@@ -176,7 +176,7 @@ def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
 
 
 def _granted_locks(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:
-    """The names of the locks that the daemon has given to *claim*, if this process is that daemon, or root."""
+    """Return the names of the locks that the daemon has given to *claim*, if this process is that daemon or root."""
     if directory.keeper is None or directory.closed:
         return ()
     with Gate(directory):
@@ -193,14 +193,14 @@ def _renew_granted(directory: LockDirectory, claim: ClaimRecord) -> None:
 
 
 def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int], borrowed: list[int]) -> LockHandle:
-    """The files of *claim*; fills *borrowed* with the descriptors to close, also where it fails."""
+    """Return the files of *claim*, and fill *borrowed* with the descriptors to close, even if an error is raised."""
     handle: LockHandle | None = None
     path = record_path(directory, claim.uid, claim.id)
     record, missing = inode_of(path), _locked_inodes(directory, claim)
     wanted, locks = set(named if len(named) <= MOST_LOCKS else ()), list[int]()
 
     def is_record(descriptor: int) -> bool:
-        # The path may name another claim by now; the file that is locked is what counts.
+        # The path may name another claim by now, so only the file that is locked counts.
         return is_same_file(descriptor, path) and os.fstat(descriptor).st_uid == claim.uid
 
     for pid, descriptors in _holders(claim, {record, *missing}):
@@ -224,7 +224,7 @@ def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int],
                 handle = LockHandle(lent, path, (), pid, pidfd)
         if handle and not missing and not wanted:
             break
-        if handle is None or handle.pidfd != pidfd:  # with many processes we would have no descriptors left
+        if handle is None or handle.pidfd != pidfd:  # otherwise many processes would use up our descriptors
             os.close(borrowed.pop(borrowed.index(pidfd)))
     if handle and not missing:
         return replace(handle, locks=tuple(locks))
@@ -237,10 +237,10 @@ def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int],
 
 
 def _locked_inodes(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
-    """The lock files that it alone has locked, as the kernel writes them, whatever its record says of descriptors."""
+    """Return the lock files that only *claim* has locked, as the kernel writes them, whatever its record says."""
     outer = claim.id.partition(".")[0]
     if outer != claim.id and read_record(directory, claim.uid, outer):
-        return set()  # inside of another one, whose the locks of these devices are
+        return set()  # it lies inside another claim, which has the locks of these devices
     current = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
     if current is None:
         return set()
@@ -250,11 +250,11 @@ def _locked_inodes(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
 
 
 def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[int, str]]]:
-    """The processes of its owner that have one of *inodes* locked: pid, and by which descriptor; first its supervisor.
+    """Yield the owner's processes that have one of *inodes* locked: pid, and descriptor -> inode; supervisor first.
 
-    In effect they may be root: a set-user-ID program keeps what its user has open.
+    Their effective user may be root, because a set-user-ID program keeps the files that its user has open.
     """
-    until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # we have what we borrowed
+    until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # this process has open what it borrowed
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
     for pid in sorted(pids, key=lambda pid: pid != claim.pid):
         descriptors: dict[int, str] = {}
@@ -270,10 +270,10 @@ def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[i
 
 
 def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
-    """A copy of a descriptor of another process if it is open and the right one.
+    """Return a copy of a descriptor of another process, or None if it is not open or not the right one.
 
-    Checked in a thread: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as
-    long as its owner likes; that is a ClaimError.
+    The check runs in a thread, because the file may be one of FUSE instead of a lock, and even closing our copy of it
+    then takes as long as its owner likes.  A check that does not end in time is a ClaimError.
     """
     outcomes: list[int | NotPermitted | None] = []
     deciding, late = threading.Lock(), threading.Event()
@@ -310,7 +310,7 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
 
 
 def _is_lock(directory: LockDirectory, descriptor: int) -> bool:
-    """Whether a borrowed file is one of the lock files of *directory*: what a record says is its owner's word."""
+    """Return whether a borrowed file is a lock file of *directory*, because a record is only its owner's word."""
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
     if not path.startswith(start) or "/" in path[len(start) :]:
@@ -319,7 +319,12 @@ def _is_lock(directory: LockDirectory, descriptor: int) -> bool:
 
 
 def _getfd(pidfd: int, number: int) -> int:
-    """A copy of a descriptor of another process, the same open file; an OSError: it has no such one, or has ended."""
+    """Return a copy of a descriptor of another process, which is the same open file.
+
+    Raises:
+        NotPermitted: the kernel does not let us look into the process.
+        OSError: the process has no such descriptor, or has ended.
+    """
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, number, 0))
     if descriptor >= 0:
         return descriptor  # close-on-exec: the kernel makes it so
