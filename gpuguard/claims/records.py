@@ -406,7 +406,7 @@ def probe(
 
 
 def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
-    """Return the claims as probe() does, for a caller that has the gate.  *holders* also reads every process."""
+    """Return the claims as probe() does, for a caller that has the gate.  With *holders*, every process is read."""
     locked, granted = _held_and_granted(directory, uuids)
     if holders or not locked:
         return _claims(directory, locked, granted)
@@ -427,7 +427,7 @@ class ClaimWatcher:
     def probe(
         self, directory: LockDirectory, uuids: Iterable[str], known: Sequence[ClaimRecord] = ()
     ) -> tuple[ClaimRecord, ...]:
-        """Return the claims now, as probe() does; *known* are those that the daemon, say, has found a moment ago."""
+        """Return the claims as probe() does; *known* are those that another process (the daemon) found a moment ago."""
         now = time.monotonic()
         if now >= self._forgets_at:
             self._known, self._forgets_at = (), now + HOLDERS_SECONDS
@@ -455,7 +455,7 @@ class FirstSeen:
         self._has_looked = False
 
     def remember(self, before: Snapshot) -> None:
-        """Begin with what another guard has seen since this boot; *before* is its last sample, dated by dated()."""
+        """Begin with the claims that another guard saw in this boot; *before* is its last sample, after dated()."""
         boot = before.taken_at - before.clock
         for claim in before.claims:
             if claim.since is not None:

@@ -273,7 +273,10 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
 
 
 def _write_copy(files: DaemonFiles, kind: str, lasting: dict[str, Restriction]) -> None:
-    """Copy what must outlive a boot.  Raises OSError only for root, because a daemon may have no such place."""
+    """Copy the *lasting* restrictions to where they outlive a boot.
+
+    Raises OSError only for root, because a daemon may have no such place.
+    """
     place = COPIES.get(files.path) if kind in (DENIED, QUARANTINED) else None
     if place is None:
         return

@@ -59,7 +59,7 @@ COMMANDS = {
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
 }
 
-# What other tools call it: canhazgpu, gpu-gate, genv, task spooler, Slurm
+# The names that other tools give to a command: canhazgpu, gpu-gate, genv, task spooler, Slurm
 _ELSEWHERE = {
     **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
     **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
@@ -79,14 +79,14 @@ STARTING = ("run", "submit")  # commands whose other exit codes are the job's
 
 
 def run_command_line(words: list[str]) -> int:
-    """Run one command line; returns the exit code and never raises."""
+    """Run one command line, and return its exit code.  It never raises."""
     command = words[0] if words else ""
     try:
         status = _dispatch(command, words)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader went away (`gpuguard who | head -1`): nothing more can be reported.
+        # The reader has gone away (`gpuguard who | head -1`), so nothing more can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_NO
     except KeyboardInterrupt:
@@ -116,7 +116,7 @@ def _sentence(error: Exception) -> str:
 
 
 def exit_code(command: str, error: GpuguardError) -> int:
-    """The exit code that tells a script what kind of *error* it was."""
+    """Return the exit code that tells a script what kind of *error* it was."""
     if isinstance(error, WaitTimeout) and command in ("run", "wait"):
         return EXIT_TIMEOUT
     if command in STARTING:
@@ -128,7 +128,7 @@ def exit_code(command: str, error: GpuguardError) -> int:
 
 def _dispatch(command: str, words: list[str]) -> int:
     if command == "help" and words[1:]:
-        named = words[1:2] if words[1] in STARTING else words[1:3]  # behind run stands what would be run
+        named = words[1:2] if words[1] in STARTING else words[1:3]  # the words of the job follow run
         return _dispatch(words[1], [*named, "--help"])
     if command in ("-h", "--help", "help"):
         print(overview())
@@ -140,7 +140,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
-    from gpuguard.cli.options import with_joined_alternatives  # for commands: --version needs none of it
+    from gpuguard.cli.options import with_joined_alternatives  # only commands need it, --version does not
 
     parser = build_parser(command)
     try:
@@ -153,7 +153,7 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def build_parser(command: str) -> Parser:
-    """The parser of one sub-command."""
+    """Return the parser of one sub-command."""
     from gpuguard.cli.options import Parser
 
     row = subcommand(command)
@@ -163,7 +163,7 @@ def build_parser(command: str) -> Parser:
 
 
 def subcommand(command: str) -> SubcommandRow:
-    """One sub-command: its help, its options and what it does."""
+    """Return one sub-command: its help, its options and its main function."""
     if command in ("deny", "quarantine"):
         from gpuguard.cli import restrictions
 
@@ -171,13 +171,13 @@ def subcommand(command: str) -> SubcommandRow:
     from gpuguard.cli.options import SubcommandRow, with_actions
 
     module = import_module(f"gpuguard.cli.{command.replace('-', '_')}")
-    if actions := getattr(module, "ACTIONS", None):  # as `gpuguard policy check`
+    if actions := getattr(module, "ACTIONS", None):  # such as `gpuguard policy check`
         return with_actions(module.__doc__ or "", actions)
     return SubcommandRow(module.__doc__ or "", module.add_options, module.main)
 
 
 def overview() -> str:
-    """What `gpuguard --help` prints."""
+    """Return the text that `gpuguard --help` prints."""
     parts = (
         _("usage: gpuguard COMMAND [options]"),
         _("Picks free GPUs on a shared server, claims them so that no other job gets them, and runs the job."),
@@ -196,7 +196,7 @@ def _unknown(command: str) -> str:
     missing = _("there is no command '{command}': ").format(command=command)
     if command.startswith("-"):
         return missing + _("options stand behind the command, as in `gpuguard run -n 2 -- CMD`.")
-    import difflib  # for a mistake
+    import difflib  # only after a mistake
 
     near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
     if near:
@@ -212,15 +212,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _fill_standard_streams()
     status = run_command_line(words)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader is gone, or the stream closed
+        with suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
             stream.flush()
     os._exit(status)  # at once: a thread that hangs in a driver or a mail server must not keep the command
 
 
 def _fill_standard_streams() -> None:
-    """Put /dev/null where a stream was closed before our start: the next file opened would be taken for that stream."""
+    """Put /dev/null where a stream was closed before our start; otherwise the next file opened would be that stream."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # close-on-exec, so that the job finds the stream closed as without us
+        pass  # close-on-exec, so that the job finds the stream closed, just as without us
     os.close(descriptor)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115

@@ -80,7 +80,7 @@ def _pid(text: str) -> int:
 
 
 def _become_owner(pids: list[int]) -> None:
-    """As root: go on as the user of the jobs, so that the claim is that user's, with no more rights than they have."""
+    """If we are root, become the user of the jobs, so that the claim is theirs and we have no more rights than they."""
     owners = {uid for pid in pids if (uid := uid_of(pid)) is not None}
     if os.geteuid() != 0 or owners <= {0}:
         return

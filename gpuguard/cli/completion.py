@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Values = Iterable[tuple[str, str]]
 
-# Where the installed scripts lie below the share directory of the environment: see scripts/build-completions.
+# Shell -> where its installed script lies below the share directory of the environment: see scripts/build-completions.
 SHELLS = {
     "bash": ("bash-completion/completions/gpuguard",),
     "zsh": ("zsh/site-functions/_gpuguard", "zsh/vendor-completions/_gpuguard"),  # the second one is Debian's
@@ -45,7 +45,7 @@ SHELLS = {
 
 FILE, DIRECTORY, JOB = "file", "directory", "job"  # kinds of a value that the shells complete themselves
 
-# What a value is, by the name under which argparse keeps it, unless ...
+# The kind of a value, by the name under which argparse keeps it, unless ...
 _BY_DEST = {
     **dict.fromkeys(("exclude", "prefer", "device", "devices"), "devices"),
     **dict.fromkeys(("user", "daemon_user"), "users"),
@@ -68,13 +68,13 @@ _FIXED = {
     "shell": tuple(SHELLS),
 }
 
-# The word that is completed: shtab's own expressions forget --option=value.
+# The word that is completed.  The expressions of shtab itself forget --option=value.
 _FISH_VALUE = "(string replace -r -- '^--[^=]*=' '' (commandline -ct))"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", nargs="?", help="bash, zsh or fish")
-    # For the scripts: the values of a kind that begin with SHELL, one per line, what each is behind a tab.
+    # For the scripts: print the values of a kind that begin with SHELL, one per line, each explained after a tab.
     parser.add_argument("--values", metavar="KIND", help=argparse.SUPPRESS)
 
 
@@ -90,9 +90,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def script_for(shell: str) -> str:
-    """What `gpuguard completion` prints; GpuguardError where neither shtab nor an installed script is there."""
+    """Return what `gpuguard completion` prints; GpuguardError if there is neither shtab nor an installed script."""
     try:
-        import shtab  # of the extra [completion]
+        import shtab  # from the extra [completion]
     except ImportError:
         share = Path(sys.prefix, "share")
         for path in (share / name for name in SHELLS[shell]):
@@ -107,10 +107,10 @@ def script_for(shell: str) -> str:
         JOB: {"bash": "_gpuguard_job_word", "zsh": "_normal", "fish": "(_gpuguard_job)"},
     }
     for name in VALUES:
-        # The space: with these words, and none of _arguments' own before them.
+        # The space makes _arguments call it with these words, and with none of its own before them.
         zsh, fish = f" _gpuguard_values {name}", f"(_gpuguard_values {name})"
         kinds[name] = {"bash": f"_gpuguard_values_{name}", "zsh": zsh, "fish": fish}
-    # shtab's bash calls a function by its name, with the word alone.
+    # In bash, shtab calls a function by its name, with only the word.
     by_name = [f'_gpuguard_values_{name}() {{ _gpuguard_values {name} "$1"; }}' for name in VALUES]
     parser, starters = whole_parser(), []
     for command, action in values_of(parser):
@@ -121,7 +121,7 @@ def script_for(shell: str) -> str:
             action.choices = _FIXED[action.dest]
         elif kind:
             action.complete = kinds[kind]  # type: ignore[attr-defined]  # where shtab looks for it
-    # shtab writes commands, options and words that never change; a file beside this one adds what is missing.
+    # shtab writes commands, options and words that never change; a file beside this one adds the rest.
     added = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
     if shell != "bash":
         return str(shtab.complete(parser, shell, preamble=added))
@@ -130,7 +130,7 @@ def script_for(shell: str) -> str:
 
 
 def whole_parser() -> Parser:
-    """One parser for `gpuguard` and all of its commands, which else are made one at a time."""
+    """Return one parser for `gpuguard` and all of its commands, whose parsers are otherwise made one at a time."""
     parser = Parser(prog="gpuguard")
     parser.add_argument("-V", "--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -140,7 +140,7 @@ def whole_parser() -> Parser:
 
 
 def values_of(parser: Parser, command: str = "") -> Iterator[tuple[str, argparse.Action]]:
-    """All options and positional words that take a value, each with its command: "policy check"."""
+    """Yield all options and positional words that take a value, each with its command, such as "policy check"."""
     for action in parser.actions:
         choices = action.choices.items() if isinstance(action.choices, dict) else ()
         subparsers = [(name, value) for name, value in choices if isinstance(value, Parser)]
@@ -151,7 +151,7 @@ def values_of(parser: Parser, command: str = "") -> Iterator[tuple[str, argparse
 
 
 def kind_of(action: argparse.Action) -> str | None:
-    """What the value of *action* is: FILE, DIRECTORY, JOB, one of VALUES; None: a word of the parser, or any text."""
+    """Return what *action* takes: FILE, DIRECTORY, JOB, one of VALUES, or None for a word of the parser or any text."""
     if action.nargs == argparse.REMAINDER:
         return JOB
     if action.choices:
@@ -162,10 +162,10 @@ def kind_of(action: argparse.Action) -> str | None:
     return _BY_METAVAR.get(metavar) or _BY_DEST.get(action.dest)
 
 
-# What a shell offers behind a TAB and only this moment knows: devices, users, claims.
+# The rest of this file finds values that a shell offers after a TAB and that may change: devices, users, claims.
 #
-# The user is typing: what goes wrong is silent, SECONDS is all it may take, and while the daemon runs its last sample
-# is shown, so that the driver is left alone.  Nothing is changed.
+# The user is typing, so errors are silent, it takes SECONDS at most, and while the daemon runs its last sample is used,
+# so that the driver is left alone.  Nothing is changed.
 
 SECONDS = 2.0
 _BEFORE_PEOPLE = 1000  # uids of services are smaller (login.defs: UID_MIN)
@@ -173,7 +173,7 @@ _NOBODY = 65534
 
 
 def print_values(kind: str, word: str) -> None:
-    """Print the values of *kind* that complete *word*, one per line, with what each is behind a tab."""
+    """Print the values of *kind* that complete *word*, one per line, each explained after a tab."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     lines: list[str] = []
@@ -184,19 +184,19 @@ def print_values(kind: str, word: str) -> None:
 
 
 def completions(kind: str, word: str) -> Iterator[str]:
-    """``"0,1\\tH100 80GB HBM3"`` for the word ``0,``: what was named before is not offered again."""
+    """Yield ``"0,1\\tH100 80GB HBM3"`` for the word ``0,``.  Values that the word already names are left out."""
     values, is_list = VALUES[kind]
     before, _, last = word.rpartition(",") if is_list else ("", "", word)
     named = before.split(",")
     for value, what in values(last):
-        # A word that a shell would take apart or execute was written to do harm.
+        # A word that a shell would split or execute was written to do harm.
         plain = value.isprintable() and not set(value) & set(" \\\"'`$;|&<>()*?[]{}~#!")
         if value.startswith(last) and value not in named and plain:
             yield f"{before}{',' if before else ''}{value}\t{neutralise(what)[:60]}"
 
 
 def _devices(word: str) -> Values:
-    """By index; by uuid once the user has begun to write one."""
+    """Return the devices by index, or by uuid once the user has begun to write one."""
     snapshot, by_uuid = _snapshot(), word[:1].isalpha()
     named = ((device, device.uuid if by_uuid or "?" in device.label else device.label) for device in snapshot.devices)
     return [(name, _state(device, snapshot)) for device, name in named]
@@ -216,7 +216,7 @@ def _state(device: Device, snapshot: Snapshot) -> str:
 
 
 def _models(_: str) -> Values:
-    """The word of a name that tells it from others: H100 of "H100 80GB HBM3"."""
+    """Return the word of each name that distinguishes it from others: H100 of "H100 80GB HBM3"."""
     names = dict.fromkeys(device.name for device in _snapshot().devices if device.name)
     found = {next((part for part in name.split() if any(map(str.isdigit, part))), name): name for name in names}
     return found.items()
@@ -228,7 +228,7 @@ def _profiles(_: str) -> Values:
 
 
 def _processes(_: str) -> Values:
-    """Own ones on devices, for root everybody's."""
+    """Return the user's own processes on devices, or everybody's for root."""
     uid = os.geteuid()
     found: dict[str, str] = {}
     for device in _snapshot().devices:
@@ -240,7 +240,7 @@ def _processes(_: str) -> Values:
 
 
 def _users(_: str) -> Values:
-    """Users of devices and owners of claims, and the people of this machine; a directory service is not asked."""
+    """Return users of devices, owners of claims, and the people of this machine, without asking a directory service."""
     found: dict[str, str] = {}
     with suppress(GpuguardError, OSError):
         snapshot = _snapshot()
@@ -255,26 +255,26 @@ def _users(_: str) -> Values:
 
 
 def _groups(_: str) -> Values:
-    """Those of this user; root knows which ones there are."""
+    """Return the groups of this user; root knows which groups there are."""
     return [(name, "") for name in read_group_names(os.geteuid())]
 
 
 def _claims(_: str) -> Values:
-    """Own claims, for root everybody's."""
+    """Return the user's own claims, or everybody's for root."""
     records = read_records(directory_of(_source()))
     own = [claim for claim in records if os.geteuid() in (0, claim.uid)]
     return [(claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}") for claim in own]
 
 
 def _ids(word: str) -> Values:
-    """Own claims and requests that wait, for root everybody's."""
+    """Return the user's own claims and waiting requests, or everybody's for root."""
     waiting = waiting_tickets(directory_of(_source())) or ()
     own = [ticket for ticket in waiting if os.geteuid() in (0, ticket.uid)]
     return [*((ticket.short_id, f"{ticket.user} waits {ticket.note or ''}") for ticket in own), *_claims(word)]
 
 
 def _reservations(_: str) -> Values:
-    """Own reservations, for root everybody's."""
+    """Return the user's own reservations, or everybody's for root."""
     reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
     own = [kept for kept in reservations if os.geteuid() in (0, kept.uid, kept.maker)]
     return [(kept.id, f"{kept.whose} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}") for kept in own]
@@ -293,7 +293,7 @@ def _hosts(_: str) -> Values:
     return found.items()
 
 
-# Each kind, and whether its values may stand behind each other with commas.
+# Kind -> the function that returns its values, and whether several may be joined with commas.
 VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
     "devices": (_devices, True),
     "uuids": (_uuids, False),
@@ -312,7 +312,7 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 
 
 def _source() -> argparse.Namespace:
-    """What --backend and --dir are by default."""
+    """Return the defaults of --backend and --dir."""
     backend, directory = default_backend(), os.environ.get("GPUGUARD_DIR") or None
     return argparse.Namespace(backend=backend, dir=directory, fresh=False)
 

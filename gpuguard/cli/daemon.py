@@ -47,7 +47,7 @@ from gpuguard.views.policy import status_lines
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
-YOUNG_OBJECTS = 20_000  # more than before, after which garbage is looked for
+YOUNG_OBJECTS = 20_000  # so many new objects start a garbage collection
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     capabilities.keep_to_ourselves()
     if args.events:
         os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
-    is_logged = not args.once or "GPUGUARD_EVENTS" in os.environ  # the machine's log is about what the daemon does
+    is_logged = not args.once or "GPUGUARD_EVENTS" in os.environ  # the machine's log is about the daemon's own actions
     choose_log(args, is_admin=capabilities.is_powerful())
     if args.once and args.enforce:
         raise InvalidRequest("--once only looks: it signals no process, so leave out --enforce.")
@@ -122,8 +122,8 @@ def main(args: argparse.Namespace) -> int:
             _print(f"serving http://{server.address}/metrics")
 
         if not args.once:
-            # What is loaded stays, and a sample makes thousands of objects that are dropped with the next one: the
-            # usual thresholds would have all of them gone through several times a sample.
+            # Everything loaded so far stays, and each sample makes thousands of objects that are dropped with the next
+            # one.  With the usual thresholds the collector would go through all of them several times per sample.
             gc.freeze()
             gc.set_threshold(YOUNG_OBJECTS)
             return guard.serve(open_metrics if args.metrics else None)
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) -> None:
-    """What was not done and why, and which steps would follow if the daemon went on."""
+    """Print what was not done and why, and which steps would follow if the daemon went on."""
     for note in judgement.notes:
         _print(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
     rows = tuple(map(status_reply, guard.watchdog.status()))
@@ -144,7 +144,7 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest for what can never be served."""
+    """Raise InvalidRequest for metrics options that can never be served."""
     if args.metrics_expose is not None and not args.metrics:
         raise InvalidRequest("--metrics-expose is about --metrics.")
     if args.metrics and args.once:
@@ -164,4 +164,4 @@ def _reload(args: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    terminal.write(f"gpuguard: {neutralise(text)}\n")  # a journal that is full or gone is no reason to guard nothing
+    terminal.write(f"gpuguard: {neutralise(text)}\n")  # a full or missing journal is no reason to stop guarding

@@ -40,7 +40,7 @@ from gpuguard.views.doctor import FAULT, DoctorFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
-_A_SHARE = Request(share=True, memory=1)  # which needs all lock files of a device
+_A_SHARE = Request(share=True, memory=1)  # a share needs all lock files of a device
 
 
 LINE_BYTES = 16384  # of the audit log, with room to spare
@@ -114,7 +114,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
         room = room_for_records(directory)
     is_silent, trouble, unguarded = False, None, None
     paused = Pauses(directory, append).processes(rehearsed=False)
-    if directory.keeper is not None:  # the daemon alone gives the locks
+    if directory.keeper is not None:  # only the daemon gives the locks
         try:
             exchange(directory, {"do": "claims"})
         except GpuguardError as error:
@@ -124,8 +124,8 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
             status = query_daemon(directory, {"do": "status"}, StatusReply)
             trouble, unguarded = status.trouble, status.unguarded
         except NoDaemonSocket:
-            is_silent = directory.keeper is None  # else broker_error says it
-        except GpuguardError:  # it answers, if only that it is busy
+            is_silent = directory.keeper is None  # otherwise broker_error says it
+        except GpuguardError:  # it does answer, if only that it is busy
             pass
     return {
         "lock_path": directory.path,
@@ -157,7 +157,7 @@ def _site_rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _full_log() -> str | None:
-    """The log of the machine, or the user's own, whose file system has no room for another line."""
+    """Return the log, the machine's or the user's own, whose file system has no room for another line, or None."""
     for path in dict.fromkeys((MACHINE_EVENTS, events_path())):
         with suppress(OSError):
             room = os.statvfs(os.path.dirname(path) or ".")
@@ -175,7 +175,7 @@ def _library_error() -> str | None:
 
 
 def _container(environ: Mapping[str, str]) -> str | None:
-    """The kind of container that we are in; None: in none that can be told."""
+    """Return the kind of container that we are in, or None if we seem to be in none."""
     marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
     kind = next((kind for path, kind in marks.items() if os.path.exists(path)), None)
     return kind or environ.get("container") or ("kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else None)

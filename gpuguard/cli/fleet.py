@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     Show = Callable[[HostReply], list[str]]
 
-_STEP = 0.5  # seconds between two updates of who is silent
-_EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
+_STEP = 0.5  # seconds between two updates of the list of silent hosts
+_EVERY = 10.0  # seconds between two queries of top to a host, because each is a login there
 
 
 def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None:
-    """Refuse options that have no meaning beside --hosts: name -> the value that says nothing."""
+    """Refuse options that have no meaning beside --hosts; *usual* is name -> the value that means "not given"."""
     for name, value in usual.items():
         if getattr(args, name) != value:
             raise InvalidRequest(
@@ -47,7 +47,7 @@ def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None
 
 
 def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
-    """The hosts, and how each is asked *words*."""
+    """Return the hosts, and how each of them is asked *words*."""
     there = _("it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide")
     refuse(args, {"backend": default_backend()}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
@@ -93,7 +93,7 @@ def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str
 
 
 def select(args: argparse.Namespace) -> int:
-    """`gpuguard select --hosts`: a line per host with room, ``HOST DEVICES``; on a terminal the others, too."""
+    """Run `gpuguard select --hosts`: print ``HOST DEVICES`` for each host with room, on a terminal also the others."""
     if args.sep in ("\n", "\0"):
         raise InvalidRequest(_("--newline and --null do not go with --hosts: there a line is one host."))
     hosts, how = query_of(args, words_of("select", vars(args)))
@@ -141,7 +141,7 @@ def top(args: argparse.Namespace) -> int:
 
 
 def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool) -> None:
-    """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
+    """Ask each host every *every* seconds until Ctrl-C, and draw everything known at least once a second."""
     known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
     paint, drawn = style(), 0.0
@@ -168,7 +168,7 @@ def gathered(
     show: Show | None,
     read: Callable[[Reply], HostReply] = reply_of,
 ) -> list[HostReply]:
-    """The replies of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
+    """Return the replies of *hosts*, in that order.  *show* makes the lines of each, printed as soon as possible."""
     replies: dict[str, HostReply] = {}
     shown, line = 0, ""
     signal.signal(signal.SIGTERM, terminal.end_on_signal)  # so that no ssh is left behind
@@ -177,7 +177,7 @@ def gathered(
         while pool.waiting_for:
             fresh = [read(reply) for reply in pool.step(_STEP)]
             replies.update((reply.host, reply) for reply in fresh)
-            if show and not sys.stdout.isatty():  # as many as there are without a hole
+            if show and not sys.stdout.isatty():  # only those before the first that is missing
                 fresh = []
                 while shown < len(hosts) and hosts[shown] in replies:
                     fresh.append(replies[hosts[shown]])
@@ -199,14 +199,14 @@ def gathered(
 
 
 def _rewrite_line(line: str, before: str) -> str:
-    """Write *line* where *before* stands on the terminal; comes back as what stands there now."""
+    """Write *line* over *before* on the terminal, and return the line that stands there now."""
     if line != before and terminal.rewrites():
         terminal.rewrite(line)
     return line
 
 
 def status(replies: Sequence[HostReply]) -> int:
-    """The exit code: 0 when all answered, 1 when some did not, 4 when none did."""
+    """Return the exit code: 0 if all answered, 1 if some did not, 4 if none did."""
     silent = sum(reply.error is not None for reply in replies)
     if silent == len(replies):
         return EXIT_NO_DRIVER

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 STANDS_ASIDE = N_(
     "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
 )
-LONGEST_MESSAGE_SECONDS = 60.0  # for one that tells of the start, when the job has ended
+LONGEST_MESSAGE_SECONDS = 60.0  # how long a job that has ended still waits for the message of its start
 MOST_CHARACTERS = 200  # of a command line in the log of its job
-WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, rewritten
 
 
 class JobLog:
-    """What `run` says of its job: on a terminal as before, elsewhere in lines with their time; in a file all of them.
+    """The messages of `run` about its job: short on a terminal, elsewhere lines with their time; in a file all of them.
 
     Args:
-        quiet: say only what goes wrong, but for the file.
+        quiet: print only what goes wrong; the file still gets all lines.
         path: of the file, to which lines are added.
     """
 
@@ -51,7 +51,7 @@ class JobLog:
         if path is not None:
             try:
                 self._file = open_named(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                os.set_blocking(self._file, False)  # no job goes on beyond its limits because a pipe is not read
+                os.set_blocking(self._file, False)  # a pipe that is not read must not let a job go on beyond its limits
             except OSError as error:
                 raise InvalidRequest(
                     _("--log-file {path}: {strerror}.").format(path=path, strerror=error.strerror)
@@ -59,11 +59,11 @@ class JobLog:
 
     @property
     def is_read(self) -> bool:
-        """Whether anything but what goes wrong is said anywhere."""
+        """Whether anything besides problems is reported anywhere."""
         return not self.quiet or self._file >= 0
 
     def say(self, text: str, on_terminal: str | None = None) -> None:
-        """How it goes; a terminal gets *on_terminal* instead."""
+        """Report how the job goes; a terminal gets *on_terminal* instead of *text*."""
         self.only_in_file(text)
         if self.quiet:
             return
@@ -73,12 +73,12 @@ class JobLog:
             print_notice(on_terminal)
 
     def warn(self, text: str) -> None:
-        """What goes wrong."""
+        """Report a problem."""
         self.only_in_file(text)
         print_notice(text if is_terminal() else _with_time(text))
 
     def only_in_file(self, text: str) -> None:
-        """What is said in another way, too."""
+        """Write *text* into the file alone, because the user is told in another way as well."""
         if self._file >= 0:
             lines = "".join(f"{neutralise(line)}\n" for line in _with_time(text).splitlines())
             with suppress(OSError):  # a full disk ends no job
@@ -90,9 +90,9 @@ def _with_time(text: str) -> str:
 
 
 class JobReport:
-    """How a job starts and ends, in its log and by --notify.
+    """Reports how a job starts and ends, in its log and by --notify.
 
-    Nothing waits for an endpoint of --notify but the end of `run`, for the last message.
+    Only the end of `run` waits for an endpoint of --notify, for the last message.
     """
 
     def __init__(self, log: JobLog, targets: Sequence[str | Target], command: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class JobReport:
             from gpuguard.notify import sender  # noqa: F401  # now: gpuguard may be upgraded under the job
 
     def started(self, claim: Claim, waited: float, *, simulated: bool) -> None:
-        """Say on which devices it starts; the message is sent by send_start()."""
+        """Log on which devices the job starts; send_start() sends the message."""
         if not (self._log.is_read or self._targets):
             return
         devices = f"{gpus(claim.devices)}{_(' (SIMULATED)') if simulated else ''}"
@@ -111,11 +111,11 @@ class JobReport:
         self._started = _("started on {devices}, claim {id}{after}: {command_line}").format(
             devices=devices, id=claim.id, after=after, command_line=self._command_line
         )
-        if exec_fault(self._command[0]) is None:  # else it will not start, which is said then
+        if exec_fault(self._command[0]) is None:  # otherwise it will not start, and that is reported then
             self._log.say(self._started, _("{devices} · claim {id}").format(devices=devices, id=claim.id))
 
     def send_start(self) -> None:
-        """In a thread, while the job runs; signals are blocked by now, and stay the main thread's."""
+        """Send the message in a thread while the job runs; signals are blocked by now and stay with the main thread."""
         if self._targets:
             self._thread = threading.Thread(target=self._send, args=("started", self._started, None), daemon=True)
             try:
@@ -125,11 +125,11 @@ class JobReport:
                 self._log.warn(_("the message (started) could not be sent: no thread can be started."))
 
     def not_started(self, why: str, ended: JobEnd | None = None) -> None:
-        """Send that it could not start, which stderr says already; *ended* where it was tried."""
+        """Send that the job could not start, which stderr says already; *ended* is how it ended if it was tried."""
         self._send_last("not_started", _("not started: {why}").format(why=why), ended)
 
     def ended(self, claim: Claim, ended: JobEnd) -> None:
-        """Say how it ended."""
+        """Log and send how the job ended."""
         if self._log.is_read or self._targets:
             text = _("ended on {gpus}: {end}").format(gpus=gpus(claim.devices), end=end_in_words(ended))
             self._log.say(text, summary_line(claim.devices, ended))
@@ -172,11 +172,11 @@ class JobReport:
 
 
 def tell_terminals(text: str) -> None:
-    """Ring the bell of this terminal; without one, write *text* to all of this user that take messages."""
+    """Ring the bell of this terminal; without one, write *text* to all terminals of this user that take messages."""
     if is_terminal():
         write("\a")
         return
-    with suppress(OSError, ImportError):  # it was upgraded while the job ran
+    with suppress(OSError, ImportError):  # gpuguard was upgraded while the job ran
         from gpuguard.enforcement.terminals import write_to_terminal  # for --notify terminal alone
 
         for terminal in os.scandir("/dev/pts"):
@@ -185,18 +185,18 @@ def tell_terminals(text: str) -> None:
 
 
 class WaitProgress:
-    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
+    """Reports what a command waits for: in one line of the terminal that is rewritten, or once a minute in a log."""
 
     def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
         self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
         self._log, self._logged_at, self._logged = log, 0.0, ""
 
     def missing(self, missing: NotEnoughGpus) -> None:
-        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
+        """Report what is missing; on a terminal, whose one line is soon full, without repeating the request."""
         self.report(missing.brief if missing.brief and rewrites() else str(missing))
 
     def report(self, text: str) -> None:
-        """Say it, if it is time; the first time all of its lines in a log."""
+        """Print *text* if it is time; the first time with all of its lines in a log."""
         now, terminal = time.monotonic(), rewrites()
         if self._log:
             self._add_to_log(self._log, text, now)
@@ -212,7 +212,7 @@ class WaitProgress:
         )
 
     def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
-        """A line when it begins to wait, and one for what is new, at most once a minute."""
+        """Add a line when the wait begins, and then one for each new text, at most once a minute."""
         first, *_more = text.splitlines()
         if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
             return
@@ -221,22 +221,22 @@ class WaitProgress:
         self._logged, self._logged_at = first, now
 
     def stopped(self) -> None:
-        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
+        """Report that others go first while this process is stopped.  A signal handler calls this, at any moment."""
         if not self._quiet:
             clear = "\r\x1b[K" if self._last and rewrites() else ""
-            # Not by print: the signal may have come while it writes.
+            # print() cannot be used, because the signal may have come while it writes.
             with suppress(OSError):
                 os.write(2, f"{clear}gpuguard: {_(STANDS_ASIDE)}\n".encode())
 
     def done(self) -> None:
-        """Leave a clean line."""
+        """Clear the line of the terminal."""
         if self._last and rewrites():
             write("\r\x1b[K")
         self._last = 0.0
 
 
 def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
-    """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
+    """Return ``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; unknown numbers are left out."""
     return " · ".join(
         [
             gpus(devices),
@@ -260,7 +260,7 @@ def _numbers(ended: JobEnd) -> list[str]:
 
 
 def end_in_words(ended: JobEnd) -> str:
-    """``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
+    """Return ``"exit 137, killed by SIGKILL; ran 12m31s; peak 61.2GiB, mean 87%, 0.14kWh"``."""
     how = _("exit {status}").format(status=ended.status)
     if ended.why:
         how += f", {translated(ended.why)}"
@@ -277,11 +277,11 @@ def end_in_words(ended: JobEnd) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """``"SIGKILL"``; a real-time signal as its number."""
+    """Return ``"SIGKILL"``, or a real-time signal as its number."""
     return signal.Signals(signum).name if signum in set(signal.Signals) else _("signal {signum}").format(signum=signum)
 
 
 def gpus(devices: Sequence[Device]) -> str:
-    """``"GPU 2,3"``, a MIG instance as ``"0.1[3g.40gb]"``."""
+    """Return ``"GPU 2,3"``, with a MIG instance as ``"0.1[3g.40gb]"``."""
     names = [f"{device.label}[{device.mig_profile}]" if device.parent_uuid else device.label for device in devices]
     return f"GPU {','.join(names)}"

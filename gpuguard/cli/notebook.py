@@ -35,19 +35,19 @@ _RESTART = N_("Restart the kernel")
 
 @dataclass(frozen=True)
 class NotebookClaim:
-    """What this kernel has claimed, by which words."""
+    """The claim of this kernel, and the words by which it was made."""
 
     claim: Claim
     words: tuple[str, ...]
     source: Mapping[str, str | None]  # backend and directory
-    context: AbstractContextManager[Claim]  # whose exit gives it back and restores os.environ
+    context: AbstractContextManager[Claim]  # its exit releases the claim and restores os.environ
 
 
 _held: list[NotebookClaim] = []  # at most one
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What IPython calls for `%load_ext gpuguard`."""
+    """Register %gpus.  IPython calls this for `%load_ext gpuguard`."""
     from IPython.core.error import UsageError  # shown without a traceback; the cell and `run all` fail all the same
 
     def gpus(line: str) -> None:
@@ -64,7 +64,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def run_line(shell: Any, line: str) -> None:
-    """Do what stands behind %gpus."""
+    """Carry out the words behind %gpus."""
     try:
         words = shlex.split(line)
     except ValueError as fault:
@@ -96,7 +96,7 @@ def run_line(shell: Any, line: str) -> None:
 
 
 def parser() -> Parser:
-    """Of what stands behind %gpus."""
+    """Return the parser of the words behind %gpus."""
     parser = Parser(prog="%gpus", description=__doc__)
     parser.add_argument("what", metavar="N|release", nargs="?", help="how many GPUs (default: 1), or give them back")
     add_choice_options(parser)
@@ -145,7 +145,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
 
 
 def _current() -> NotebookClaim | None:
-    """What this kernel has."""
+    """Return what this kernel has claimed, or None if it has nothing."""
     if not _held:
         return None
     try:
@@ -186,7 +186,7 @@ def _publish(shell: Any, text: str, html: str) -> None:
 
 def _card(held: NotebookClaim) -> tuple[str, str]:
     simulated = (held.source["backend"] or "").startswith("simulated")
-    # Not read where nothing was asked about it, as for one device: then it is left out.
+    # A name that the request did not need was not read, for example for a single device.  Then it is left out.
     models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))
     parts = [
         _names(held.claim),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# argparse's words, and what people understand
+# The words of argparse, and words that people understand
 _CLEARER = {
     "expected one argument": "a value is missing (it cannot begin with a dash)",
     "ignored explicit argument": "it takes no value, but got",
@@ -41,7 +41,7 @@ _CLEARER = {
 
 @dataclass(frozen=True)
 class SubcommandRow:
-    """A command, or a command of a command as `gpuguard policy check`."""
+    """A command, or a command of a command, such as `gpuguard policy check`."""
 
     purpose: str
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -52,15 +52,15 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """argparse's formatter, in the language of the user: gpuguard/locale/README.md says where the texts come from."""
 
     def add_usage(self, usage: str | None, *args: Any, **more: Any) -> None:
-        """What stands behind "usage:", where the command says it itself."""
+        """Add the usage, translated if the command states it itself."""
         super().add_usage(_(usage) if usage else usage, *args, **more)
 
     def start_section(self, heading: str | None) -> None:
-        """The title of a group."""
+        """Begin a group with its title, translated."""
         super().start_section(_(heading) if heading else heading)
 
     def add_text(self, text: str | None) -> None:
-        """The description, paragraph by paragraph, as it is translated."""
+        """Add the description, which is translated paragraph by paragraph."""
         super().add_text("\n\n".join(map(_, text.rstrip().split("\n\n"))) if text else text)
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -82,16 +82,16 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """Its options and positional words."""
+        """The options and positional words of this parser."""
         return self._actions
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
+        """Parse as argparse does, but each parser reports its faults: for `gpuguard sim show x` that is `sim show`."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            import difflib  # for a mistake
+            import difflib  # only after a mistake
 
-            # Without the dashes, which all have: --json was like --slots by them.
+            # The dashes are left out, because all flags have them: they made --json similar to --slots.
             flags = {flag.lstrip("-"): flag for action in self.actions for flag in action.option_strings}
             near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), flags, n=1)
             similar = _(" (did you mean {option}?)").format(option=flags[near[0]]) if near else ""
@@ -101,18 +101,18 @@ class Parser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"] and action.option_strings and action.nargs is None:
-            raise argparse.ArgumentError(action, "expected one argument")  # of --note=-- argparse makes []
+            raise argparse.ArgumentError(action, "expected one argument")  # argparse turns --note=-- into []
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls for every fault."""
+        """Raise InvalidRequest.  argparse calls this for every fault."""
         for before, after in _CLEARER.items():
             message = message.replace(before, after)
         fault = message.removeprefix("argument ").rstrip(".")
         raise InvalidRequest(_("{fault}.\nSee `{command} --help`.").format(fault=fault, command=self.prog))
 
     def _taken(self, namespace: Any) -> str:
-        """Which option may have taken the command for its value, as in ``run --wait python -V``."""
+        """Return which option may have taken the command for its value, as in ``run --wait python -V``, or ""."""
         for action in self.actions if hasattr(namespace, "command") else ():
             value = getattr(namespace, action.dest, None) if action.nargs == "?" and action.option_strings else None
             if isinstance(value, str) and value != action.const and value[:1].isalpha():
@@ -124,9 +124,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_joined_alternatives(parser: Parser, words: list[str]) -> list[str]:
-    """*words* with the value of --or behind "=": it is made of options, and argparse would take it for one.
+    """Return *words* with "=" before the value of --or, which is made of options: argparse would take it for one.
 
-    The words of the job are its own, with or without ``--`` before them.
+    The words of the job are left alone, with or without ``--`` before them.
     """
     if "--or" not in words:
         return words
@@ -146,7 +146,7 @@ def with_joined_alternatives(parser: Parser, words: list[str]) -> list[str]:
 
 
 def with_actions(purpose: str, actions: Mapping[str, SubcommandRow]) -> SubcommandRow:
-    """A command that consists of commands; which one was typed is ``args.action``."""
+    """Return a command that consists of commands; ``args.action`` is the one that was typed."""
 
     def add_options(parser: argparse.ArgumentParser) -> None:
         commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -165,7 +165,7 @@ FRESH = ("--fresh", None, "ask the driver, even if the daemon did so just now")
 
 
 def add_table(parser: Any, *rows: tuple[str, str | None, str], **more: Any) -> None:
-    """Add options to a parser or a group, each (its spellings, what its value is called or None, its help).
+    """Add options to a parser or a group, each as (its spellings, the name of its value or None, its help).
 
     A value stays text until it is used, so that a fault can say what to write instead.
     """
@@ -180,7 +180,7 @@ def add_repeatable(parser: Any, *rows: tuple[str, str, str], **more: Any) -> Non
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """--backend and --dir: which machine is read, and where its claims are."""
+    """Add --backend and --dir: which machine is read, and where its claims are."""
     group = parser.add_argument_group("where to look")
     group.add_argument(
         "--backend",
@@ -205,7 +205,7 @@ def _path(text: str) -> str:
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
-    """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
+    """Return the backend of --backend, which runs in its own process so that a driver that hangs cannot hang us."""
     return open_worker(
         args.backend,
         on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr),
@@ -214,13 +214,13 @@ def backend_of(args: argparse.Namespace) -> Backend:
 
 
 def sampled(args: argparse.Namespace, groups: Collection[str]) -> Snapshot:
-    """One snapshot of that backend, with the fields of these *groups*."""
+    """Take one snapshot from the backend of --backend, with the fields of these *groups*."""
     with closing(backend_of(args)) as backend:
         return backend.sample(groups)
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
-    """The claim directory of --backend and --dir, after a notice where it is missing and is not made."""
+    """Return the claim directory of --backend and --dir, after a notice if it is missing and is not made."""
     directory = lock_directory(args.dir, backend=args.backend, make=make)
     if args.dir and args.dir not in _reported and directory.is_missing():
         _reported.add(args.dir)
@@ -236,7 +236,7 @@ def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirecto
 
 
 def own_deeds(args: argparse.Namespace) -> list[str]:
-    """What policies did to this user within the hour, for people; [] for nothing."""
+    """Return lines for people about what policies did to this user within the hour, or [] if they did nothing."""
     try:
         directory, since = lock_directory(args.dir, backend=args.backend, make=False), time.time() - 3600
         if (last_about(directory, os.geteuid()) or 0.0) < since:
@@ -250,10 +250,10 @@ def own_deeds(args: argparse.Namespace) -> list[str]:
 
 
 def check_users(names: list[str]) -> None:
-    """Refuse users that there are not: a misspelt name would look like a user who has nothing.
+    """Refuse users that do not exist, because a misspelt name would look like a user who has nothing.
 
     Raises:
-        InvalidRequest: no account is called so, or it is a uid, whose user has a name.
+        InvalidRequest: no account has the name, or it is a uid whose user has a name.
     """
     if names:
         from gpuguard.policies.files.decoder import Accounts  # over 10 ms, for --user alone
@@ -283,7 +283,7 @@ _OPTIONS = (
 
 
 def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Add the options; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
+    """Add the options that choose GPUs; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
     group = parser.add_argument_group("which GPUs")
     rows = ((" ".join((flag, *(also or {}).get(flag, ()))), metavar, text) for flag, metavar, text in _OPTIONS)
     add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"))
@@ -308,7 +308,7 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
 
 
 def add_device_options(group: Any, text: str) -> None:
-    """--devices, and --gpus, which it was called: in Slurm and docker a number behind that is a count."""
+    """Add --devices and its former name --gpus, after which a number is a count in Slurm and docker."""
     spellings = group.add_mutually_exclusive_group()
     add_table(spellings, ("--devices", "LIST", text))
     add_table(
@@ -336,7 +336,7 @@ _AMOUNTS: Mapping[str, Callable[[str], Any]] = {  # fields of a request that are
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """The request that the parsed options make; one that the command does not have counts as not given.
+    """Return the request that the parsed options make.  An option that the command lacks counts as not given.
 
     Raises:
         InvalidRequest: a value cannot be understood, or two contradict each other.
@@ -378,7 +378,7 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def whole_number(option: str, text: str | None) -> int | None:
-    """A count; None when the option was not given."""
+    """Return a count, or None if the option was not given."""
     if text is not None and not re.fullmatch(r"\s*-?\d{1,9}\s*", text):
         raise InvalidRequest(
             _("{option}: {text!r} is not a whole number: write it like {option} 2.").format(
@@ -389,7 +389,7 @@ def whole_number(option: str, text: str | None) -> int | None:
 
 
 def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
-    """("0", "3") of "0,3"; a device that is named twice is a mistake: what was meant is not known."""
+    """Return ("0", "3") for "0,3".  A device that is named twice is an error, because the intention is unknown."""
     if text is None:
         return None
     parts = tuple(part.strip() for part in text.split(","))
@@ -406,7 +406,7 @@ def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
 
 
 def quantity(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
-    """What *parse* makes of the text; None when the option was not given."""
+    """Return the text as *parse* understands it, or None if the option was not given."""
     try:
         return None if text is None else parse(text)
     except InvalidRequest as fault:
@@ -423,9 +423,9 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 
 def message_target(where: str | None) -> str | Target | None:
-    """What --notify *where* means; what will not work is reported before the wait or job of hours.
+    """Return the target of --notify *where*; report one that will not work now, before a wait or job of hours.
 
-    The words and variables of the user alone decide: no target of an administrator is read.
+    Only the words and variables of the user decide: no target of an administrator is read.
     """
     if where is None or where == TERMINAL:
         return where
@@ -454,7 +454,7 @@ def message_target(where: str | None) -> str | Target | None:
 
 
 def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> None:
-    """Let an administrator's events (None: root's) go where the daemon of this machine writes its own."""
+    """Write an administrator's events where this machine's daemon writes its own.  *is_admin* None stands for root."""
     simulated = args.backend.startswith("simulated")
     is_admin = os.geteuid() == 0 if is_admin is None else is_admin
     if "GPUGUARD_EVENTS" not in os.environ and is_admin and not simulated:
@@ -462,7 +462,7 @@ def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> Non
 
 
 def log_event(args: argparse.Namespace, event: Event) -> None:
-    """Write down what a command did by hand, or say that it cannot be written down."""
+    """Log what a command did by hand, or report that it cannot be logged."""
     choose_log(args)
     if not audit_log.append(event):
         print(
@@ -472,7 +472,7 @@ def log_event(args: argparse.Namespace, event: Event) -> None:
 
 
 def snapshot_source(args: argparse.Namespace, fields: Collection[str] = WHO_FIELDS) -> SnapshotSource:
-    """What a command that only looks reads: the machine of --backend and --dir."""
+    """Return the source of snapshots for a command that only looks: the machine of --backend and --dir."""
     source = SnapshotSource(
         args.backend, lambda: backend_of(args), lambda: directory_of(args), read=lambda backend: backend.sample(fields)
     )
@@ -481,7 +481,7 @@ def snapshot_source(args: argparse.Namespace, fields: Collection[str] = WHO_FIEL
 
 
 def add_fleet_options(parser: argparse.ArgumentParser) -> None:
-    """--hosts, --hosts-file, --timeout, --parallel, --remote, --ssh."""
+    """Add --hosts, --hosts-file, --timeout, --parallel, --remote and --ssh."""
     add_table(
         parser.add_argument_group("other hosts, over ssh: see docs/fleet.md"),
         ("--hosts", "LIST", "ask these instead, as in gpu1,alice@gpu2,gpu[03-16]"),
@@ -494,10 +494,10 @@ def add_fleet_options(parser: argparse.ArgumentParser) -> None:
 
 
 def has_hosts(args: argparse.Namespace) -> bool:
-    """Whether other hosts are asked.
+    """Return whether other hosts are asked.
 
     Raises:
-        InvalidRequest: an option that is of use only with --hosts stands there without it.
+        InvalidRequest: an option that is useful only with --hosts is given without it.
     """
     if args.hosts is not None or args.hosts_file is not None:
         return True
