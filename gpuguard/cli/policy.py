@@ -42,7 +42,7 @@ from gpuguard.views.policy_language import KEYED, SECTIONS, describe, json_schem
 from gpuguard.views.text import put, put_json
 
 _JSON = ("--json", None, "one object for programs")
-MOST = 50  # faults that are shown at a time: more are not read
+MOST = 50  # faults that are shown at a time, because nobody reads more
 
 
 def _backtest(args: argparse.Namespace) -> int:
@@ -136,7 +136,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _own_groups() -> Iterator[str]:
     for gid in {os.getegid(), *os.getgroups()}:
-        with suppress(KeyError):  # it has no name
+        with suppress(KeyError):  # the group has no name
             yield grp.getgrgid(gid).gr_name
 
 

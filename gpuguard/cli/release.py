@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_OF_ONE = 20  # claims of one user that root is shown: each user can have hundreds of records
 
-# How a claim was released, as people read it; in the JSON stand the words of 0.1.
+# How a claim was released, in words for people; the JSON keeps the words of version 0.1.
 _WAYS = {
     release.BY_JOB: N_("by the gpuguard run of its job"),
     release.FROM_HERE: N_("by this command"),

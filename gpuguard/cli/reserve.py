@@ -110,7 +110,7 @@ def _calendar(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalend
 def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
     whose = _whose(args)
-    # Several jobs may use the reservation, each one instance.
+    # Several jobs may use the reservation, each of them one MIG instance.
     request = replace(options.request_of(args), allow_mig_set=True)
     directory = options.directory_of(args, make=True)
     snapshot = options.sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
@@ -125,7 +125,7 @@ def _make(args: argparse.Namespace) -> int:
         )
     made = write_reservation(directory, wanted)
     try:
-        # Another user may have done the same at the same moment: then the first one has it.
+        # Another user may have made a reservation at the same moment, and then the first of the two counts.
         statuses = _calendar(directory, snapshot).statuses
         status = next((status for status in statuses if status.reservation.key == made.key), None)
         if status is None or status.why_not:
@@ -134,7 +134,7 @@ def _make(args: argparse.Namespace) -> int:
                     why_not=status.why_not if status else _("its file is gone")
                 )
             )
-    except BaseException:  # also where that cannot be seen: no user would know that it is there
+    except BaseException:  # also if that cannot be checked, because no user would know of the reservation
         remove_reservation(directory, made)
         raise
     _log(args, "made", made)
@@ -146,7 +146,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _whose(args: argparse.Namespace) -> dict[str, Any]:
-    """For whom it is, as fields of a Reservation."""
+    """Return the fields of a Reservation that say whom it is for."""
     accounts = Accounts()
     if args.group is not None:
         gid = accounts.known[GROUP, accounts.group(args.group)]
@@ -165,7 +165,7 @@ def _whose(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _times(args: argparse.Namespace) -> tuple[float, float]:
-    """Begin and end in unix time."""
+    """Return the begin and the end in unix time."""
     now = time.time()
     seconds = options.quantity("--for", args.for_, parse_duration)
     if seconds is None:
@@ -179,12 +179,12 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
 
 
 def parse_when(text: str, now: float) -> float:
-    """The unix time that the *text* of --from means, in local time.
+    """Return the unix time that the *text* of --from means, in local time.
 
-    "09:00" is the next one, and so is "Mon 09:00"; one that is skipped when summer time begins is later.
+    "09:00" means the next one, and so does "Mon 09:00".  A time that the beginning of summer time skips is moved later.
 
     Raises:
-        InvalidRequest: it is none, or a date in the past.
+        InvalidRequest: the text is no time, or a date in the past.
     """
     words = " ".join(text.strip().lower().split())
     if words == "now":
@@ -201,7 +201,7 @@ def parse_when(text: str, now: float) -> float:
     try:
         date = date.replace(int(year), int(month), int(day)) if year else date
         when = date.replace(hour=int(hour), minute=int(minute))
-    except ValueError:  # as 25:00, or the 30th of February
+    except ValueError:  # such as 25:00, or the 30th of February
         raise InvalidRequest(
             _("--from: there is no {text!r}: {forms}.").format(text=text[:40], forms=_(_FORMS))
         ) from None
@@ -213,14 +213,18 @@ def parse_when(text: str, now: float) -> float:
 
 
 def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, when: float) -> tuple[str, ...]:
-    """The uuids of all that will do, in use or not.  Raises ImpossibleRequest: there are too few on this machine."""
+    """Return the uuids of all devices that will do, in use or not.
+
+    Raises:
+        ImpossibleRequest: there are too few on this machine.
+    """
     choice = choose(snapshot, request, {})
     error = not_enough(snapshot, request, choice)
     if len(choice.devices) < request.num_gpus and isinstance(error, ImpossibleRequest):
         raise error
     quarantined = read_restrictions(directory, QUARANTINED, when)
     could = [device for device in possible(choice).devices if device.uuid not in quarantined]
-    could.sort(key=lambda device: device.parent_uuid is not None)  # between equals whole GPUs
+    could.sort(key=lambda device: device.parent_uuid is not None)  # if both kinds will do, prefer whole GPUs
     kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
         reasons = "; ".join(sorted({translated(quarantine_text(restriction)) for restriction in quarantined.values()}))

@@ -140,7 +140,7 @@ def _change(
     user: str | None = None,
     devices: Sequence[Device] = (),
 ) -> int:
-    """Make or end the restriction of *name*, leave an event of it, and show all of its kind."""
+    """Make or end the restriction of *name*, log an event about it, and show all restrictions of its kind."""
     kind: Literal["denied", "quarantined"] = DENIED if command == "deny" else QUARANTINED
     now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
     administrator = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
@@ -162,7 +162,7 @@ def _change(
         else:
             restrictions[name] = restriction
 
-    if not (args.end and directory.is_missing()):  # whose name is misspelt: nothing is to be made there
+    if not (args.end and directory.is_missing()):  # its name is misspelt, so it must not be made
         change(directory, kind, update)
     if args.end and not ended:
         print(_("{user} was not {kind}.").format(user=user or name, kind=_(kind)))
@@ -185,7 +185,7 @@ def _change(
 
 
 def seconds_of(args: argparse.Namespace) -> float | None:
-    """The value of --for, between a second and a year."""
+    """Return the seconds of --for, between a second and a year, or None without --for."""
     seconds = quantity("--for", args.for_, parse_duration)
     if seconds is not None and not 1 <= seconds <= LONGEST_SECONDS:
         raise InvalidRequest(_("--for: write 1s to 365d."))
@@ -200,7 +200,7 @@ def reason_of(args: argparse.Namespace) -> str:
 
 
 def show(directory: LockDirectory, kind: str, devices: Sequence[Device] = (), *, as_json: bool) -> int:
-    """Print the restrictions of a kind; with the number and the name of those GPUs that are among *devices*."""
+    """Print the restrictions of a kind, with the number and the name of each GPU that is among *devices*."""
     if directory.owner is None:
         raise GpuguardError(
             _("nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once.")
@@ -223,7 +223,10 @@ def show(directory: LockDirectory, kind: str, devices: Sequence[Device] = (), *,
 
 
 def line_of(restriction: Restriction, now: float, title: str | None = None) -> str:
-    """``"bob (1002)  for another 1h59m  by the administrator: too many jobs"``; *title*: what it is about, in words."""
+    """Return a line like ``"bob (1002)  for another 1h59m  by the administrator: too many jobs"``.
+
+    *title* says in words what the restriction is about.
+    """
     what = f"{restriction.user} ({restriction.name})" if restriction.user else title or restriction.name
     until = restriction.until
     left = (

@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
 
-# Real pairs of jobs whose utilization adds up to at most 50 % run at 0.998 of their speed alone; above 90 % at 0.82,
-# the worst of them at 0.51 (Lucid).
+# Real pairs of jobs whose utilizations add up to at most 50 % run at 0.998 of the speed that each job has alone; pairs
+# above 90 % run at 0.82, the worst of them at 0.51 (Lucid).
 _BUSY_TO_SHARE = 50.0
 _FOR_EVER = "for ever"  # --wait without a duration
-MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_ALTERNATIVES
-PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, not imported for a job that need not wait
+MOST_ALTERNATIVES = 3  # as many as a ticket takes besides the first choice, see tickets.MOST_ALTERNATIVES
+PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, which a job that need not wait does not import
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +128,8 @@ def main(args: argparse.Namespace) -> int:
     policies, checkpoint = limits_of(args, time_limit)
     leftover = options.quantity("--leftover", args.leftover, parse_leftover)
     requests = (options.request_of(args), *alternatives_of(args))
-    # Found missing before hours in the queue; but what --after waits for may be what makes the program.
+    # A missing program is reported before hours in the queue, not after them.  But with --after the program may be made
+    # by the job that this one waits for.
     if args.after is None and (fault := exec_fault(command[0])):
         status, message = failure(command[0], fault)
         log.warn(message)
@@ -155,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
         log.warn(claim.warning)
     for note in () if args.quiet else _notes_on(claim, requests[0]):
         log.warn(note)
-    # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
+    # There is no `with` here, so that the job keeps the claim if something goes wrong from here on while it runs.
     isolation: Isolation | None = None
     if args.isolate:
         try:
@@ -199,7 +200,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
-    """Seconds to wait for devices (None: for ever), that the job may take (None: no limit), and of grace after that."""
+    """Return three durations in seconds: the longest wait for devices, the time limit of the job, and its grace.
+
+    The first is None if the wait may last for ever, the second None if the job has no time limit.
+    """
     wait = wait_of(args)
     time_limit = options.quantity("--time-limit", args.time_limit, parse_duration)
     grace = options.quantity("--grace", args.grace, parse_duration)
@@ -211,7 +215,7 @@ def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, 
 
 
 def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple[Policy, ...], int | None]:
-    """The limits besides that of the time, and the signal that comes first."""
+    """Return the limits other than the time limit, and the checkpoint signal, which comes first, or None."""
     policies: tuple[Policy, ...] = ()
     checkpoint = None
     if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
@@ -242,7 +246,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 
 
 def _set_environment(args: argparse.Namespace) -> None:
-    """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
+    """Make gpuguard inside the job use the same machine and the same claims, whatever directory it is called in."""
     if args.backend != default_backend():
         named = [part.partition(":") for part in parts_of(args.backend)]
         whole = [kind + colon + (os.path.abspath(path) if path else "") for kind, colon, path in named]
@@ -252,7 +256,7 @@ def _set_environment(args: argparse.Namespace) -> None:
 
 
 def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
-    """What to know of the devices of a job that does not keep it from starting."""
+    """Yield what the user should know about the devices of a job, although it does not keep the job from starting."""
     if note := instances_note(claim.devices, request):
         yield note
     for device in claim if request.share else ():
@@ -270,14 +274,14 @@ def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
 def _limits_for(
     policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend, log: JobLog
 ) -> JobLimits:
-    """What run() judges the job by, after a notice about what it cannot judge here."""
+    """Return the limits by which run() judges the job, after a notice about those that it cannot judge here."""
     from gpuguard.jobs.limits import JobLimits, share_policy, used_before  # for jobs with limits alone
 
     if claim.memory is not None:
         policies = (*policies, share_policy(claim.memory))
     uid, uuids = os.getuid(), tuple(device.uuid for device in claim)
     record = ClaimRecord(claim.id, uid, user_name(uid), uuids, memory=claim.memory)
-    is_nested = "." in claim.id  # then the outer job uses the devices too
+    is_nested = "." in claim.id  # if so, the outer job also uses the devices
     alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
     pids_known = backend.simulated or in_first_pid_namespace() is not False
     limits = JobLimits(policies, record, used_before(claim) if alone else {}, pids_known)
@@ -287,8 +291,8 @@ def _limits_for(
 
 
 def _preload_for_job(claim: Claim, command: Sequence[str]) -> None:
-    """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
-    # A failed import means that it was upgraded while this one waited.
+    """Import what a job of days may still need, before gpuguard is upgraded under it, and write its expected end."""
+    # An import fails if gpuguard was upgraded while this process waited.
     with suppress(ImportError):
         from gpuguard.claims import unlock  # noqa: F401
 
@@ -303,7 +307,7 @@ def write_expected_end(claim: Claim, command: Sequence[str]) -> None:
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
-    """The command line of the job, without the ``--`` before it."""
+    """Return the command line of the job, without the ``--`` before it."""
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise InvalidRequest(_("a command to run is missing, as in `gpuguard run -n 2 -- python train.py`."))
@@ -316,11 +320,11 @@ def command_of(args: argparse.Namespace) -> list[str]:
     return list(words)
 
 
-# The options about waiting in the queue, of run and wait, and what they do.
+# The options of `run` and `wait` that are about waiting in the queue, and what they do.
 
 
 def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> None:
-    """--wait, --no-wait, --or, --after, --priority; *not_now*: what the command exits with after --no-wait."""
+    """Add --wait, --no-wait, --or, --after and --priority.  *not_now* is the command's exit code after --no-wait."""
     group = parser.add_argument_group("waiting for them")
     waiting = group.add_mutually_exclusive_group()
     longest = "wait in the queue at most so long, as in 30m (default: without end)"
@@ -342,7 +346,7 @@ def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> Non
 
 
 def wait_of(args: argparse.Namespace) -> float | None:
-    """Seconds to wait at most; None is for ever."""
+    """Return how many seconds to wait at most, or None to wait for ever."""
     if args.no_wait:
         return 0.0
     try:
@@ -354,10 +358,10 @@ def wait_of(args: argparse.Namespace) -> float | None:
 
 
 def alternatives_of(args: argparse.Namespace) -> list[Request]:
-    """The requests of --or.
+    """Return the requests of --or.
 
     Raises:
-        InvalidRequest: one cannot be understood, or there are too many.
+        InvalidRequest: one of them cannot be understood, or there are too many.
     """
     if len(args.alternatives) > MOST_ALTERNATIVES:
         raise InvalidRequest(
@@ -389,11 +393,11 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
 
 
 def priority_of(args: argparse.Namespace) -> int:
-    """-1, 0 or 1, after a notice where the site permits less."""
+    """Return -1, 0 or 1, after a notice if the site permits less than the user asked for."""
     wanted = PRIORITY_NAMES.index(args.priority) - 1
     if wanted <= 0:
         return wanted
-    from gpuguard.queue.settings import read_queue_settings  # 20 ms, for who wants more than others
+    from gpuguard.queue.settings import read_queue_settings  # 20 ms, for users who want more than others
 
     highest = read_queue_settings(options.directory_of(args)).rules.highest(os.geteuid())
     if highest < wanted:
@@ -414,11 +418,11 @@ def wait_for_claim(
     seconds: float | None,
     log: JobLog | None = None,
 ) -> Claim:
-    """The devices, after a wait in the queue that reports what is missing; Ctrl-C and SIGTERM end this process."""
+    """Return the claim after a wait in the queue that reports what is missing.  Ctrl-C and SIGTERM end this process."""
     progress = WaitProgress(args.quiet, log)
     former = _pause_waiting_when_stopped(progress)
     ends_at_once = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ends_at_once:  # with its ticket and its worker
+    if ends_at_once:  # its ticket and its worker must end with it
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         if args.after is not None:
@@ -428,10 +432,10 @@ def wait_for_claim(
     except KeyboardInterrupt as interrupt:
         progress.done()
         signum = signal.Signals(*interrupt.args or (signal.SIGINT,))
-        if log:  # who pressed Ctrl-C knows
+        if log:  # a user who pressed Ctrl-C knows already
             tell = log.only_in_file if signum == signal.SIGINT else log.warn
             tell(_("not started: {signal} came while it waited.").format(signal=signum.name))
-        signals.die_of(signum)  # or else the loop of a shell script would go on
+        signals.die_of(signum)  # otherwise the loop of a shell script would go on
     finally:
         if ends_at_once:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -467,24 +471,24 @@ def _wait_until_over(
 
 
 def _has_ended(claim: str, directory: LockDirectory) -> bool:
-    """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
+    """Return whether a claim with that id existed and has ended, by all events that this user may read."""
     from gpuguard.cli.events import read_events  # for --after alone
 
     lines = [line for line in read_events() if line.get("claim") == claim]
     if any(line.get("kind") == "release" and line.get("outcome") != "left to its processes" for line in lines):
         return True
-    # A process that was killed wrote no event of its end.  The devices show a claim of another host whose log this is,
-    # too (NFS), and a lock without a record may be that of the claim.
+    # A process that was killed wrote no event of its end.  The devices show whether the claim is of another host that
+    # writes the same log (NFS), and a lock without a record may be that of the claim.
     uuids = {uuid for line in lines for uuid in devices_of(line)}
     here = bool(uuids) and all(exists_in_place(directory.lock_path(uuid)) for uuid in uuids)
     return here and all(held.since is not None for held in probe(directory, uuids))
 
 
 def _pause_waiting_when_stopped(progress: WaitProgress) -> Any:
-    """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
+    """Make Ctrl-Z let other processes lead the queue, and say so, before it stops this process as usual.
 
     Returns:
-        What handled SIGTSTP before, for signal.signal().
+        The previous handler of SIGTSTP, for signal.signal().
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -494,6 +498,6 @@ def _pause_waiting_when_stopped(progress: WaitProgress) -> Any:
         go_on_waiting()
 
     former = signal.getsignal(signal.SIGTSTP)
-    if former is signal.SIG_DFL:  # else a shell without job control ignores it
+    if former is signal.SIG_DFL:  # otherwise it is ignored, by a shell without job control
         signal.signal(signal.SIGTSTP, stop)
     return former

@@ -49,7 +49,7 @@ from gpuguard.model import HEALTH
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 
-MOST_SHOWN = 10  # of what is missing
+MOST_SHOWN = 10  # missing paths that are listed
 _HOW_TO_GUARD = N_(
     "To guard them by policies, as the user {user}:\n  1. sudo gpuguard setup --systemd\n  2. "
     "gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you "
@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
     if args.lock_files:
         make_lock_files(lock_directory(args.dir), uuids)
         return 0
-    is_brokered = _is_brokered(path)  # now; setting it up again changes nothing, unless it is asked for
+    is_brokered = _is_brokered(path)  # as it is now, which setup keeps unless asked to change it
     keeper = user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered else "root"
     user = args.daemon_user or (keeper if args.dir else USER)
     broker = is_brokered if args.broker is None else args.broker
@@ -180,7 +180,7 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
 
 
 def _prepare_image(args: argparse.Namespace) -> int:
-    """Write, or with --check look for, what an image needs."""
+    """Write what an image needs, or with --check look for it."""
     for name in ("dir", "print", "remove", "lock_files", "print_unit", "broker"):
         if getattr(args, name) not in (None, False):
             raise InvalidRequest(
@@ -207,14 +207,14 @@ def _prepare_image(args: argparse.Namespace) -> int:
 
 
 def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
-    """Say what is missing or is not as this version makes it; 1 where something is.
+    """Print what is missing or is not as this version makes it, and return 1 if there is something, else 0.
 
-    *lines*: what the file for systemd-tmpfiles should say; the second of them will do where the service makes the lock
-    files of GPUs at each boot, as in an image.  Empty: there is no such file for this directory.
+    *lines* holds the texts that the file for systemd-tmpfiles may have; the second one will do only where the service
+    makes the lock files of GPUs at each boot, as in an image.  It is empty if this directory has no such file.
     """
     folders = [path, f"{path}/lock", f"{path}/claims", *([] if user == "root" else [f"{path}/{NAME}"])]
     places = [*folders, *(f"{path}/lock/{name}" for name in _lock_names(uuids))]
-    # Not what is missing because the directory around it is.
+    # Leave out what is missing only because the directory around it is.
     found = [place for place in places if not os.path.lexists(place)]
     found = [place for place in found if os.path.dirname(place) not in found]
     missing = [_("{path} is missing.").format(path=place) for place in found[:MOST_SHOWN]]
@@ -236,7 +236,7 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
 
 
 def _installed(path: str) -> dict[str, object]:
-    """What setup makes, as it is now: by path, the content or whose it is."""
+    """Return what setup makes, as it is now: path -> its content, or its mode and its owner."""
     own = setup_service
     files = {file: own.content_of(file) for file in (own.TMPFILES, own.SYSUSERS, own.MOUNT_UNIT, own.UNIT, own.POLICY)}
     found: dict[str, object] = {file: content for file, content in files.items() if content is not None}
@@ -282,7 +282,7 @@ def _uuids(args: argparse.Namespace) -> list[str]:
     nodes = [spec for kind, _colon, spec in parts if kind == simulated.Simulated.name]
     try:
         if any(simulated_node.load(simulated.directory(node)) is None for node in nodes):
-            # One would be made, of the default kind, whose GPUs are others than those of the node that is meant.
+            # Reading it would make one of the default kind, whose GPUs are not those of the node that is meant.
             raise InvalidRequest(
                 _(
                     "there is no simulated node yet.  Start the one that you want first, such as `gpuguard sim "
@@ -305,7 +305,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
         for folder, mode in modes.items():
             if not os.path.lexists(folder):
                 os.mkdir(folder)
-                os.chmod(folder, mode)  # whatever the umask
+                os.chmod(folder, mode)  # whatever the umask is
     make_lock_files(lock_directory(path), uuids)
 
 
@@ -317,7 +317,7 @@ def _make_daemon_directory(path: str, name: str) -> None:
     with fault_as(_("{place} cannot be made for {name}").format(place=place, name=name)):
         if not os.path.lexists(place):
             os.mkdir(place, 0o700)
-        # Through a descriptor: what is given away must be the directory itself.
+        # A descriptor is used, because what is given away must be the directory itself.
         opened = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.fchown(opened, account.pw_uid, account.pw_gid)
@@ -327,7 +327,7 @@ def _make_daemon_directory(path: str, name: str) -> None:
 
 
 def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
-    """What systemd-tmpfiles must do at boot: see tmpfiles.d(5)."""
+    """Return the lines that tell systemd-tmpfiles what to do at boot: see tmpfiles.d(5)."""
     keeper = user if broker else "root"
     files = dict.fromkeys(_lock_names(uuids), f"0600 {keeper} {keeper}" if broker else "0444 root root")
     files["queue"] = "0444 root root"
@@ -348,19 +348,19 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
 
 
 def _lock_names(uuids: list[str]) -> list[str]:
-    """All lock files of a machine: only root can make one later."""
+    """Return the names of all lock files of a machine, because only root can make one later."""
     slots = [name for uuid in uuids for name in slot_names(uuid)]
     return ["gate", "queue", *uuids, *(f"{uuid}.nested" for uuid in uuids), *slots]
 
 
 def make_lock_files(directory: LockDirectory, uuids: list[str]) -> None:
-    """Make those of these devices that are not there yet."""
+    """Make the lock files of these devices that are not there yet."""
     for name in _lock_names(uuids):
         os.close(open_lock(directory, name))
 
 
 def _is_brokered(path: str) -> bool:
-    """Whether the lock files of *path* are the daemon's alone now."""
+    """Return whether the lock files of *path* are now the daemon's alone."""
     try:
         found = os.lstat(f"{path}/lock/gate")
     except OSError:
@@ -369,15 +369,15 @@ def _is_brokered(path: str) -> bool:
 
 
 def change_broker(path: str, user: str, *, brokered: bool) -> None:
-    """Give the lock files to *user* alone, or to everybody.  The gate, which says what holds, comes last."""
+    """Give the lock files to *user* alone, or to everybody.  The gate comes last, because it says whose they are."""
     account = pwd.getpwnam(user)
     directory = lock_directory(path)
     directory = replace(directory, keeper=account.pw_uid if brokered else directory.keeper)
     with fault_as(_("{locks} cannot be changed").format(locks=directory.locks), _("  Run it again.")):
         with Gate(directory):
             if not brokered and _is_brokered(path):
-                # A share that the daemon gave holds its slot alone, which excludes no process that takes the device's
-                # own lock.
+                # A share that the daemon gave holds only its slot, which keeps no process from taking the lock of the
+                # device itself.
                 slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
                 if shared := sorted({name.partition(".slot")[0] for name in slots}):
                     raise LockDirectoryError(
@@ -392,7 +392,7 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
             os.chown(directory.locks, 0, 0)
         _change_file(directory, "gate", account, brokered=brokered)
         if brokered:
-            replace_file(directory, "gate")  # a process that has the old one open would make the daemon wait
+            replace_file(directory, "gate")  # a process with the old one open would make the daemon wait
             os.chown(directory.locks, account.pw_uid, account.pw_gid)
 
 
@@ -403,7 +403,8 @@ def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd
         os.fchown(descriptor, *((account.pw_uid, account.pw_gid) if brokered else (0, 0)))
         os.fchmod(descriptor, BROKERED if brokered else 0o444)
         if brokered and was_open and name != "gate":
-            # The file that was opened, whatever bears its name by now: the directory may be another user's already.
+            # Write to the file that was opened, whatever bears its name by now, because the directory may already be
+            # another user's.
             with open(f"/proc/self/fd/{descriptor}", "wb") as file:
                 file.write(EARLIER)
         if brokered and name != "gate":

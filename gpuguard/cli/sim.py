@@ -51,9 +51,9 @@ FAULTS = {
     "unlisted": "the driver gives no process list",
     "implausible": "the driver gives a process list that cannot be true",
 }
-# Follow from what processes use, or are set by an option of their own.
+# Fields that follow from what processes use, or that have an option of their own.
 _WITH_OPTIONS = ("temperature", "utilization", "memory_total", "memory_used", "memory_free", "memory_reserved")
-SHARED = "/run/gpuguard-sim"  # the directory of a node of all users that was not named
+SHARED = "/run/gpuguard-sim"  # the directory of a node for all users, if none is named
 Options = dict[str, Any]  # keyword arguments of add_argument
 
 
@@ -83,7 +83,7 @@ def _start(args: argparse.Namespace) -> int:
                 "replaces it."
             ).format(spec=node.spec, directory=directory)
         )
-    found = not args.shared and directory == simulated.directory("")  # by its user, without a word more
+    found = not args.shared and directory == simulated.directory("")  # its user finds it without naming the directory
     backend = "simulated" if found else shlex.quote(f"simulated:{directory}")
     title = (
         _("SIMULATED node of {count} ({spec}) in {directory}")
@@ -124,11 +124,11 @@ def _check_reachable(directory: str) -> None:
 
 
 def _share(directory: str) -> None:
-    """Open the node to all users: what they use they write into a sticky directory, and they lock root's files."""
+    """Open the node to all users, who write what they use into a sticky directory and lock files of root's."""
     uses = os.path.join(directory, simulated_node.USES)
     os.makedirs(uses, exist_ok=True)
     for path, mode in ((uses, 0o1777), (os.path.join(directory, simulated_node.LOCK), 0o644), (directory, 0o755)):
-        os.chmod(path, mode)  # whatever the umask
+        os.chmod(path, mode)  # whatever the umask is
     devices = simulated.Simulated(directory).sample({HEALTH}).devices
     make_lock_files(lock_directory(backend=f"simulated:{directory}"), [device.uuid for device in devices])
 
@@ -197,7 +197,7 @@ def _set(args: argparse.Namespace) -> int:
 
 
 def _field(text: str) -> tuple[str, float | None]:
-    """The field of ``"power_limit=300W"`` and its value; None of ``"power_limit=auto"``: as the model has it."""
+    """Return the field of ``"power_limit=300W"`` and its value; for ``"auto"`` that is None: as the model has it."""
     name, _equals, value = text.partition("=")
     known = [field.name for field in DEVICE_FIELDS.values() if field.is_number and field.name not in _WITH_OPTIONS]
     if name not in known:
@@ -340,7 +340,7 @@ def _directory(args: argparse.Namespace) -> str:
 
 
 def _quantity(parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> Options:
-    """The details of an option with a unit: *parse* for argparse, with its own message instead of "invalid value"."""
+    """Return the details of an option with a unit, whose faults get *parse*'s message, not "invalid value"."""
 
     def typed(text: str) -> object:
         try:

@@ -49,13 +49,14 @@ PLACE = "/etc/slurm"
 SCRIPTS = {"prolog": "Prolog", "epilog": "Epilog", "task-prolog": "TaskProlog"}
 
 KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start
-# Slurm starts it again as soon as slurmd may forget the order to end it, counted from just before the epilog; but it
-# looks for what to forget only every 2 s.  Started in between it would be a job for which the prolog has run already.
+# Slurm starts such a job again as soon as slurmd may forget the order to end it, counted from just before the epilog;
+# but slurmd looks for what to forget only every 2 s.  If the job started in between, its prolog would count as already
+# run.
 FORGOTTEN_SECONDS = 2.5
-WAIT = "5s"  # what a job that has just ended needs until its memory is free, and the shortest jobs of others
+WAIT = "5s"  # until the memory of a job that has just ended is free, and the shortest jobs of others have ended
 
 
-# `gpuguard slurm setup --print`: what Slurm's files need on this machine.  Writes nothing.
+# `gpuguard slurm setup --print`: what Slurm's files need on this machine.  It writes nothing.
 
 
 def _setup_options(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def _setup(args: argparse.Namespace) -> int:
     if not args.print:
         raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
     devices = [device for device in sampled(args, {MEMORY, MODEL, HEALTH}).devices if device.parent_uuid is None]
-    # The program, and where it looks if not at the usual places.
+    # The program, and the options that say where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
     command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
     command += ["--backend", args.backend] if args.backend != DEFAULT_BACKEND else []
@@ -80,7 +81,7 @@ def _setup(args: argparse.Namespace) -> int:
 
 
 def lines(host: str, devices: Sequence[Device], place: str, command: Sequence[str], wait: str | None) -> list[str]:
-    """The text, in the order in which an admin needs it."""
+    """Return the text, in the order in which an admin needs it."""
     rows = sorted(devices, key=_minor)
     names = [_kind(device) for device in rows]
     gres = ",".join(f"gpu:{kind}:{names.count(kind)}" for kind in dict.fromkeys(names))
@@ -120,13 +121,13 @@ def _minor(device: Device) -> int:
 
 
 def _kind(device: Device) -> str:
-    """``"h100_80gb_hbm3"``: a type as Slurm takes it."""
+    """Return the type of a device in a form that Slurm takes, such as ``"h100_80gb_hbm3"``."""
     name = re.sub(rf"^{vendor_of(device).title}\s+", "", device.name or "gpu")
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "gpu"
 
 
 def _files(devices: Sequence[Device]) -> str:
-    """``"/dev/nvidia[0-2,5]"``."""
+    """Return the device files of *devices* as Slurm writes them, such as ``"/dev/nvidia[0-2,5]"``."""
     node, spans = vendor_of(devices[0]).device_node, list[list[int]]()
     for number in map(_minor, devices):
         if spans and number == spans[-1][1] + 1:
@@ -177,7 +178,7 @@ def _prolog(args: argparse.Namespace) -> int:
 
 
 def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) -> None:
-    """In a process of its own: claim, tell the prolog, and stay."""
+    """Claim the devices in a process of its own, tell the prolog, and stay until the claim is over."""
     try:
         claim = _claimed(args, given, wait)
         woken, wake = adopt.wake_pipe((*adopt.ENDING, slurm_claim.WAKING))
@@ -196,12 +197,12 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
     directory = directory_of(args, make=True)
-    if slurm_claim.claim_of_job(directory, given):  # an epilog that did not run, of a job that was put back
+    if slurm_claim.claim_of_job(directory, given):  # the job was put back, and its epilog did not run
         slurm_claim.end_claim(directory, given)
     with closing(backend_of(args)) as backend:
         claim = slurm_claim.claim_for_job(backend, directory, given, wait=wait)
     name = os.environ.get("SLURM_JOB_NAME", "")
-    # As root: the number of a job is no secret, and anybody can put a file where its record is looked for.
+    # Written as root, because the number of a job is no secret, and anybody can put a file where its record is read.
     note = f"Slurm job {given.job}" + (f": {name}" if name else "")
     claim.write_record(directory, JobDetails(note=note), owner=given.uid)
     slurm_claim.become(given.uid)
@@ -217,14 +218,14 @@ def _epilog(args: argparse.Namespace) -> int:
 
 
 def _task_prolog(args: argparse.Namespace) -> int:
-    """What is printed here, slurmstepd reads: `export NAME=VALUE` for the environment, `print TEXT` for the user."""
+    """Print what slurmstepd reads: `export NAME=VALUE` for the environment, `print TEXT` for the user."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal() or not any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
         return 0
     given = Allocation(job, os.geteuid(), ())
     claim = slurm_claim.claim_of_job(directory_of(args), given)
     if claim is None:
-        # Another job may have them: no prolog ran, or its claim was taken away.
+        # Another job may have the GPUs, because no prolog ran or the claim was taken away.
         reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
         outcome, _ = _put_back(given, reason)
         print(f"print gpuguard: {reason} ({outcome}).")
@@ -240,7 +241,10 @@ def _refuse_other_than_root(args: argparse.Namespace) -> None:
 
 
 def _put_back(given: Allocation, reason: str) -> tuple[EventOutcome, bool]:
-    """Have the job put back, with the reason where its owner and the admin look for it: (what was done, whether)."""
+    """Have the job put back, with the reason where its owner and the admin look for it.
+
+    Returns (the outcome, whether Slurm has put the job back or cancelled it).
+    """
     done = slurm.put_back(given, reason)
     outcome: EventOutcome = done or "not put back"
     _log("slurm", outcome, given, reason)
