@@ -1,8 +1,8 @@
-"""Slurm: what programs on a node are told about jobs, and Slurm's queue.
+"""Slurm: what programs on a node can learn about its jobs, and Slurm's queue.
 
-Who belongs to a job is told by its slurmstepd: a process of root's, which Slurm starts for each step on each node and
-which ends after the last process of the step.  A process's environment is its owner's, and says nothing.
-Does not claim anything: see jobs/slurm_claim.  For the whole node see slurm_node.
+The processes of a job are known by its slurmstepd: a process of root's, which Slurm starts for each step on each node,
+and which ends after the last process of the step.  The environment of a process proves nothing, because it is in the
+hands of the process's owner.  This module claims nothing: see jobs/slurm_claim.  For the whole node see slurm_node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLUMNS = {
     "JobArrayID": 40, "UserName": 40, "State": 20, "tres-per-node": 60, "tres-per-job": 60, "Reason": 60,
     "SubmitTime": 24, "StartTime": 24, "NodeList": 60, "Name": 200,
 }  # fmt: skip
-# What follows a line break in a name is shorter than all that stands before the name, and no line of a job's.
+# A line that is shorter than the columns before the name is not the line of a job, but follows a line break in a name.
 _LEAST = sum(_COLUMNS.values()) - _COLUMNS["Name"]
 
 
@@ -47,16 +47,21 @@ class Allocation:
 
 
 def job_of_claim(claim: str) -> str | None:
-    """The number of the job whose claim has that id, or in which it was made; None for claims of no job.
+    """Return the number of the job that a claim with that id is for or was made in, or None if there is no such job.
 
-    ``slurm12`` is the prolog's, ``slurm12.5f0e`` lies inside of it, and a program made ``slurm12-5f0e`` without one.
+    The prolog makes ``slurm12``, and ``slurm12.5f0e`` lies inside of it.  Without a prolog's claim, a program makes
+    ``slurm12-5f0e``.
     """
     found = re.fullmatch(r"slurm([0-9]{1,10})(?:[.-][\w.]+)?", claim)
     return found[1] if found else None
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """What the environment of a prolog or an epilog says; InvalidRequest: it is none."""
+    """Return the allocation that the environment of a prolog or an epilog describes.
+
+    Raises:
+        InvalidRequest: it is not the environment of one.
+    """
     job, uid = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_UID", environ.get("SLURM_UID", ""))
     if not job.isdecimal() or not uid.isdecimal():
         raise InvalidRequest(
@@ -69,7 +74,11 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that Slurm means by the numbers of files /dev/nvidiaN; ClaimError: one cannot be found."""
+    """Return the devices that Slurm means by the numbers of files /dev/nvidiaN.
+
+    Raises:
+        ClaimError: one cannot be found.
+    """
     whole = [device for device in devices if device.parent_uuid is None]
     by_file = all(device.minor_number is not None for device in whole)
     named = {str(device.minor_number if by_file else device.index): device for device in whole}
@@ -87,7 +96,7 @@ def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, 
 
 
 def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
-    """pid -> (job, step) of the living slurmstepd, of one job or of all; the step is "0", "batch", "extern" ..."""
+    """Return pid -> (job, step) of the living slurmstepd of one job or of all.  Steps are "0", "batch", "extern" ..."""
     found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         step = step_of(int(name))
@@ -97,9 +106,9 @@ def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
 
 
 def step_of(pid: int) -> tuple[str, str] | None:
-    """The job and the step for which a process is slurmstepd; None when it is none."""
-    # Its title is written over its command line.  Only root's counts: any program can call itself so, and one of
-    # root's with the set-user-ID bit, too.
+    """Return the job and the step for which a process is the slurmstepd, or None if it is none."""
+    # A slurmstepd writes its title over its command line.  Only a process of root's counts, because any program can
+    # call itself so, and users can start programs of root's with the set-user-ID bit under such a name.
     if uid_behind(pid) not in (0, os.getuid()):
         return None
     title = _TITLE.match(read_proc(f"/proc/{pid}/cmdline", 200) or b"")
@@ -107,14 +116,14 @@ def step_of(pid: int) -> tuple[str, str] | None:
 
 
 def job_status(job: str) -> tuple[str, SlurmReply | None]:
-    """The word by which Slurm means this job alone, and what it says of it; None where that is not certain.
+    """Return the word by which Slurm means this job alone, and Slurm's reply about it, or None if that is not certain.
 
-    One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` that one.
+    One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` only that one.
     """
     answer = run_slurm("scontrol", "show", "job", "-o", job)
     if answer is None or answer.status:
         return job, answer
-    # Of an array all tasks are told.  What users write into their jobs can only add lines, and then none is certain.
+    # Slurm lists all tasks of an array.  What users write into their jobs can only add lines, and then none is certain.
     rows = set(re.findall(rf"^JobId={job} (?:ArrayJobId=(\S+) ArrayTaskId=(\S+) )?", answer.output, re.MULTILINE))
     if len(rows) != 1:
         return job, None
@@ -126,13 +135,13 @@ def job_status(job: str) -> tuple[str, SlurmReply | None]:
 
 
 def is_over(given: Allocation) -> bool | None:
-    """Whether the controller knows that the job does not have its devices any more; None: it does not say."""
+    """Return whether the controller knows that the job no longer has its devices, or None if it does not say."""
     _, answer = job_status(given.job)
     if answer is None:
         return None
     if answer.status:
         return True if "Invalid job id" in answer.fault else None
-    # What users write into their jobs can only add to these, and then nothing is certain.
+    # What users write into their jobs can only add to these values, and then nothing is certain.
     states, restarts = (set(re.findall(rf"(?:^|\s){name}=(\w+)", answer.output)) for name in ("JobState", "Restarts"))
     if len({state in OVER for state in states}) != 1 or len(restarts) > 1:
         return None
@@ -140,7 +149,10 @@ def is_over(given: Allocation) -> bool | None:
 
 
 def job_of(pids: Sequence[int]) -> str | None:
-    """The job of a process, by the first slurmstepd among it and its ancestors, or by its cgroup; None: of no job."""
+    """Return the job of a process, or None if it has none, by the first slurmstepd among *pids*, or else by its cgroup.
+
+    *pids* are those of the process and its ancestors.
+    """
     for pid in pids:
         if step := step_of(pid):
             return step[0]
@@ -153,13 +165,13 @@ def job_of(pids: Sequence[int]) -> str | None:
 
 
 def against_cancelling(job: str | None, uid: int | None) -> str | None:
-    """Why the job must not be cancelled for what a user does; None when it is theirs and runs."""
+    """Return why the job must not be cancelled for what a user does, or None if it is theirs and runs."""
     if job is None:
         return "it belongs to no Slurm job"
     _, answer = job_status(job)
     if answer is None or answer.status:
         return f"Slurm says nothing certain about job {job}: {answer.reason if answer else 'it does not answer'}"
-    # What users write into their jobs can only add to these, and then no job is meant.
+    # What users write into their jobs can only add to these values, and then no job is meant.
     if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
         return f"job {job} is not the one of uid {uid}"
     states = set(re.findall(r"(?:^|\s)JobState=(\w+)", answer.output))
@@ -167,7 +179,7 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 
 
 def cancel(job: str) -> str | None:
-    """End a job; None when Slurm does it, else why not."""
+    """End a job, and return None if Slurm does it, or else why it does not."""
     word, known = job_status(job)
     answer = run_slurm("scancel", word) if known and not known.status else None
     if answer is None:
@@ -176,15 +188,15 @@ def cancel(job: str) -> str | None:
 
 
 def contains() -> bool:
-    """Whether each job has a slurmstepd from its first to its last moment on a node: PrologFlags=Contain."""
+    """Return whether each job has a slurmstepd from its first to its last moment on a node: PrologFlags=Contain."""
     answer = run_slurm("scontrol", "show", "config")
     return bool(answer and re.search(r"^PrologFlags\s*=.*\bContain\b", answer.output, re.MULTILINE))
 
 
 def put_back(given: Allocation, reason: str) -> Literal["requeued", "cancelled"] | None:
-    """Have a job that must not start here "requeued", or "cancelled" where Slurm cannot do that (srun, salloc).
+    """Requeue a job that must not start here, or cancel it if Slurm cannot requeue it (srun, salloc).
 
-    The reason stands in its AdminComment then.  None when Slurm did neither.
+    The reason is written into the AdminComment of the job.  Returns which of them Slurm did, or None if neither.
     """
     job, _ = job_status(given.job)
     run_slurm("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
@@ -198,26 +210,26 @@ def put_back(given: Allocation, reason: str) -> Literal["requeued", "cancelled"]
 
 @dataclass(frozen=True)
 class Queued:
-    """A job of Slurm's."""
+    """A job in Slurm's queue."""
 
     job: str  # "12", of an array "12_3"
     user: str
     name: str
     state: str  # "PENDING", "RUNNING" ...
-    gpus: int | None  # per node; None: it does not say
+    gpus: int | None  # per node, or None if Slurm does not say
     reason: str | None  # why it does not run yet, in Slurm's word
     submitted: float | None  # unix time
-    start: float | None  # unix time of its start, of a pending job the expected one
+    start: float | None  # unix time of its start; the expected one if it is pending
     nodes: str | None
 
 
 def is_here() -> bool:
-    """Whether Slurm can be asked here."""
+    """Return whether Slurm can be asked here."""
     return shutil.which("squeue") is not None and ("SLURM_CONF" in os.environ or slurm_node.is_here())
 
 
 def jobs() -> tuple[Queued, ...] | str:
-    """Those that want or have GPUs, as Slurm orders them; or why it does not tell."""
+    """Return the jobs that want or have GPUs, in Slurm's order, or the reason why Slurm does not list them."""
     columns = ",".join(f"{name}:{width}" for name, width in _COLUMNS.items())
     answer = run_slurm("squeue", "-h", "-a", "-O", columns, seconds=QUEUE_SECONDS)
     if answer is None or answer.status:
@@ -229,7 +241,7 @@ def _job(line: bytes) -> Queued | None:
     if len(line) < _LEAST:
         return None
     fields, place = {}, 0
-    for name, width in _COLUMNS.items():  # in bytes: a name may end within a character
+    for name, width in _COLUMNS.items():  # in bytes, because a name may be cut within a character
         text = line[place : place + width].decode(errors="ignore").strip()
         fields[name], place = (None if text in ("", "N/A", "(null)", "None") else text), place + width
     wanted = fields["tres-per-node"] or fields["tres-per-job"] or ""

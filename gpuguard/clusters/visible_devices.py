@@ -1,20 +1,20 @@
-"""What an outer scheduler, a container or the user has decided already: the devices that may be chosen among here.
+"""The devices among which gpuguard may choose, as an outer scheduler, a container or the user has decided already.
 
-Each source is a function of (environment, devices) that says which uuids it allows and why, or None when it has no
-opinion.  All opinions must agree on a device.  Does not read the real environment: it is an argument.
+Each source is a function of (environment, devices) that returns the uuids that it allows and why, or None if it has no
+opinion.  A device is left only if all opinions allow it.  The real environment is not read here: it is an argument.
 
-Each vendor has a variable of its own, which counts the devices of that vendor alone and says nothing of others.
-CUDA_VISIBLE_DEVICES is read as CUDA reads it, and written: a list ends at its first entry that names no device; -1, the
-empty list and a device named twice leave nothing.  Indices are in PCI order: the only order that the driver, nvidia-smi
-and `gpuguard run` share.
+Each vendor has a variable of its own, which counts the devices of that vendor alone and says nothing about others.
+CUDA_VISIBLE_DEVICES is read and written as CUDA reads it: a list ends at its first entry that names no device; -1, the
+empty list and a device named twice leave nothing.  Indices are in PCI order, because that is the only order that the
+driver, nvidia-smi and `gpuguard run` share.
 
-A job of Slurm's gets what Slurm gave it; one that got no GPU must not take what is there.  SLURM_STEP_GPUS and
-SLURM_JOB_GPUS carry the numbers of the whole machine, so they are read only where the job sees more devices than it was
-given: where Slurm hides the others (ConstrainDevices), the visible ones are numbered from 0 again and all of them are
-the job's.
+A Slurm job gets the devices that Slurm gave it, and a job that got no GPU must not take one that is there.
+SLURM_STEP_GPUS and SLURM_JOB_GPUS carry the numbers of the whole machine, so they are read only where the job sees more
+devices than it was given: where Slurm hides the others (ConstrainDevices), the visible ones are numbered from 0 again
+and all of them are the job's.
 
-Of NVIDIA_VISIBLE_DEVICES, by which a container runtime is told what to let in, only "nothing" counts: inside the
-container what is visible is the answer already.
+NVIDIA_VISIBLE_DEVICES tells a container runtime which devices to let in.  Only its value "nothing" counts here, because
+inside the container the visible devices are the answer already.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for pe
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer set."""
+    """The devices that the sources leave to this process."""
 
-    uuids: tuple[str, ...] | None = None  # in the order of the outer list; None when nothing restricts them
+    uuids: tuple[str, ...] | None = None  # in the order of the outer list, or None if nothing restricts them
     reason: str = ""  # for people: "CUDA_VISIBLE_DEVICES=3 allows only GPU 3"
-    warning: str = ""  # why the list may mean other devices than its author thought, "" when it is clear
+    warning: str = ""  # why the list may mean other devices than its author thought, or "" if it is clear
 
 
 def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Outer:
-    """The devices that *environ* leaves to this process.
+    """Return the devices that *environ* leaves to this process.
 
-    The uuid of a MIG instance is believed even when *devices* do not contain it (its GPU was not divided yet when it
+    The uuid of a MIG instance is believed even if *devices* do not contain it (its GPU was not divided yet when it
     was sampled), and a GPU that is allowed allows its instances.
     """
     present = {device.vendor for device in devices} or {NVIDIA.name}
@@ -65,43 +65,43 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
 
 
 def variables(names: Iterable[object], vendor: Vendor = NVIDIA) -> dict[str, str]:
-    """The variable that leaves the devices with these indices or uuids to the programs of a vendor, in this order."""
+    """Return the variable that leaves a vendor's programs the devices with these indices or uuids, in this order."""
     return {vendor.visible: ",".join(map(str, names))}
 
 
 def environment_of(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str, str]:
-    """The variables that leave *devices*, of one vendor, to a job: by index, but MIG instances by uuid."""
+    """Return the variables that leave *devices*, of one vendor, to a job: by index, but MIG instances by uuid."""
     vendor = vendor_of(devices[0]) if devices else NVIDIA
     return {**vendor.numbering, **variables(names_of(devices, by_uuid=by_uuid), vendor)}
 
 
 def names_of(devices: Sequence[Device], *, by_uuid: bool = False) -> list[str]:
-    """The entries of such a list."""
+    """Return the entries of the variable that leaves *devices* to a job."""
     by_uuid = by_uuid or any(device.parent_uuid for device in devices)
     return [device.uuid if by_uuid else str(device.number) for device in devices]
 
 
 def is_restricted(environ: Mapping[str, str]) -> bool:
-    """Whether there is a list, be it empty."""
+    """Return whether CUDA_VISIBLE_DEVICES is set, even if it is empty."""
     return NVIDIA.visible in environ
 
 
 def entries(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What the list names, as it is written, up to its first empty entry."""
+    """Return the entries of CUDA_VISIBLE_DEVICES as they are written, up to the first empty one."""
     words = (entry.strip() for entry in environ.get(NVIDIA.visible, "").split(","))
     return tuple(takewhile(bool, words))
 
 
 def visible_uuids(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """The uuids that the list leaves; None when there is no list."""
+    """Return the uuids that CUDA_VISIBLE_DEVICES leaves, or None if it is not set."""
     opinion = listed_devices(environ, devices)
     return None if opinion is None else opinion[0]
 
 
 def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor = NVIDIA) -> Opinion | None:
-    """The uuids that the list of a vendor leaves, and what to tell people about it; None (no opinion) without a list.
+    """Return the uuids that a vendor's list leaves and the reason for people, or None (no opinion) without a list.
 
-    It leaves all devices of other vendors.
+    The list leaves all devices of other vendors.
     """
     text = environ.get(vendor.visible)
     if text is None:
@@ -112,7 +112,7 @@ def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor
     uuids: list[str] = []
     for entry in text.split(","):
         uuid = _uuid_of(entry.strip(), gpus, devices)
-        if uuid is None or (uuid in uuids and vendor is not NVIDIA):  # where ROCm's list ends, and CUDA's is void
+        if uuid is None or (uuid in uuids and vendor is not NVIDIA):  # a repetition ends ROCm's list and voids CUDA's
             break
         if uuid in uuids:
             return others, _("{variable}={text} names a GPU twice, so CUDA sees none").format(
@@ -131,7 +131,7 @@ def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor
 
 
 def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """No device where the container was started without; None (no opinion) elsewhere."""
+    """Return no NVIDIA device if the container was started without any, or else None (no opinion)."""
     text = environ.get(NVIDIA.container)
     if text is None or text.strip().lower() not in ("", "void", "none"):
         return None
@@ -140,7 +140,7 @@ def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> 
 
 
 def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
-    """Why an index of the list may mean another device, "" when it cannot."""
+    """Return why an index in CUDA_VISIBLE_DEVICES may mean another device, or "" if it cannot."""
     same = len({device.name for device in devices if device.parent_uuid is None}) < 2
     ordered = NVIDIA.numbering.items() <= environ.items()
     if same or ordered or not any(map(str.isdecimal, entries(environ))):
@@ -163,7 +163,7 @@ def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> s
 
 
 def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """What a Slurm job was given; None (no opinion) where CUDA_VISIBLE_DEVICES says it."""
+    """Return what a Slurm job was given, or None (no opinion) if CUDA_VISIBLE_DEVICES says it."""
     job = environ["SLURM_JOB_ID"]
     if not job or is_restricted(environ):
         return None
@@ -182,17 +182,17 @@ def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opin
 
 
 def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:
-    """*environ* with CUDA_VISIBLE_DEVICES in the numbers of *devices*.
+    """Return *environ* with CUDA_VISIBLE_DEVICES in the numbers of *devices*.
 
-    Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  Where the list of devices
-    shows the others all the same, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
+    Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  If *devices* contain the
+    others nevertheless, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
     """
     visible, claim = entries(environ), environ.get("GPUGUARD_CLAIM", "")
     variable = next((name for name in SLURM_VARIABLES[1:3] if name in environ), None)
     if variable is None or not visible or not all(map(_is_number, visible)):
         return environ
     given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
-    # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.
+    # Slurm also writes its own list into GPU_DEVICE_ORDINAL; `gpuguard run` writes the numbers that it sees.
     by_slurm = _numbers(environ.get("GPU_DEVICE_ORDINAL", ",".join(visible)))
     by_us = claim and not claim.removeprefix("slurm").isdecimal()
     if by_us or shown <= len(given) or by_slurm == given or by_slurm != list(range(len(given))):
@@ -204,7 +204,7 @@ def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> 
 
 
 def _numbers(text: str) -> list[int]:
-    """[0, 1, 2, 5] of "0-2,5"."""
+    """Return [0, 1, 2, 5] for "0-2,5"."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -214,4 +214,4 @@ def _numbers(text: str) -> list[int]:
 
 
 def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10  # Python makes none of 5,000 digits
+    return text.isdecimal() and len(text) < 10  # Python makes no number of 5,000 digits

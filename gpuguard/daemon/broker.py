@@ -1,17 +1,18 @@
-"""The broker: gives the locks of devices, where only the daemon can open the lock files.
+"""The broker, which gives out the locks of devices where only the daemon can open the lock files.
 
-For machines with hostile users.  What a command elsewhere does for itself is done here for it, by the daemon's own
-sample.  The descriptor is locked before it is handed over, and the daemon closes its own: so a daemon that dies, at any
-instant, loses no claim and leaves no lock behind.
+It is for machines with hostile users.  The daemon does here what a command elsewhere does for itself, and decides by
+its own sample.  The descriptor is locked before it is handed over, and the daemon closes its own copy, so that a daemon
+that dies at any instant loses no claim and leaves no lock behind.
 
     a device, a MIG instance    its lock
-    a share of either           one of its slots, in which stands what was promised to it
+    a share of either           one of its slots, whose file says what was promised to the share
 
-No lock is held shared here: its owner could hold it beyond the claim, and the file could not be renewed.  So the daemon
-keeps apart what excludes each other, by the locks that it has given and what stands in them.  A lock is taken first and
-everything else checked then; root takes locks directly in the same order, so one of the two sees the other.
+No lock is held shared here, because its owner could hold it beyond the claim, and then the file could not be renewed.
+Instead the daemon keeps conflicting claims apart by the locks that it has given and by what their files say.  It takes
+a lock first and checks everything else then; root takes locks directly in the same order, so one of the two sees the
+other.
 
-Does not listen: see server.  What keeps a used descriptor from being worth anything: see claims.grants.
+This module does not listen: see server.  See claims.grants for what makes a used descriptor worthless.
 """
 
 from __future__ import annotations
@@ -60,29 +61,29 @@ from gpuguard.users import accountable_uid, user_name
 
 CLAIMED = "claimed just now"
 PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
-OFFER_SECONDS = 5.0  # a request that may start, was woken, and does not claim within so many goes to the end
+OFFER_SECONDS = 5.0  # a request that may start and was woken goes to the end of the queue if it has not claimed by then
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
-SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
-COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of a user whose requests take so many of these
+SET_BACK_SECONDS = 3600.0  # it stays there for so long; if set back again within that time, all requests of its user do
+COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # users whose requests take BUSY_SECONDS of COUNT_SECONDS are reported to root
 
 
 class Broker:
-    """Gives the locks of *directory*, by samples of its own: those of the watchdog may be seconds old."""
+    """Gives out the locks of *directory* by samples of its own, because those of the watchdog may be seconds old."""
 
     def __init__(self, directory: LockDirectory, open_backend: Callable[[], Backend]) -> None:
         self._directory, self._open_backend = directory, open_backend
         self._backend: Backend | None = None
         self._offers: dict[str, float] = {}  # id of a ticket that may start -> since when, monotonic
-        # (ticket, uuids, id of the claim, unix time) of what was given to tickets since the last look.
+        # (ticket, uuids, id of the claim, unix time) of what was given to tickets since the last tend().
         self._given: list[tuple[Ticket, tuple[str, ...], str, float]] = []
         self._used = set[str]()  # ids of tickets that were given locks and are still there
-        self._charged: dict[int, float] = {}  # uid -> GPU-seconds that grants cost beside what was used
+        self._charged: dict[int, float] = {}  # uid -> GPU-seconds that grants cost besides what was used
         self._decayed_at = self._counted_at = time.monotonic()
         self._spent = defaultdict[int, float](float)  # user -> seconds that their requests took since then
         self._busy: Collection[int] = ()  # users whose requests took long in the minute before
 
     def trouble(self) -> str | None:
-        """Why it cannot give locks, in words."""
+        """Return why the broker cannot give locks, in words, or None if it can."""
         if os.access(self._directory.locks, os.W_OK, effective_ids=True):
             return None
         return (
@@ -91,16 +92,16 @@ class Broker:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove the unfinished files of a broker that was killed: call it before any lock is given."""
+        """Remove the unfinished files of a broker that was killed.  Call this before any lock is given."""
         with Gate(self._directory):
             for name in os.listdir(self._directory.locks):
                 if name.endswith(".new"):
                     os.unlink(os.path.join(self._directory.locks, name))
 
     def tend(self) -> list[Event]:
-        """Replace locks that were given away and are free again; set back users who return what they waited for.
+        """Replace locks that were given away and are free again; set back users who return GPUs that they waited for.
 
-        Call it every second.
+        Call this every second.
         """
         with Gate(self._directory):
             grants = grant_of(self._directory, names_of(self._directory))
@@ -120,7 +121,7 @@ class Broker:
         return [event for event in events if event]
 
     def _charge(self, uid: int, seconds: float) -> None:
-        """Let GPU-seconds count in fair share beside what was used; what was charged before decays as that does."""
+        """Count GPU-seconds in fair share besides what was used; what was charged before decays as usage does."""
         now, half_life = time.monotonic(), read_queue_settings(self._directory).rules.half_life
         left, self._decayed_at = 0.5 ** ((now - self._decayed_at) / half_life), now
         self._charged = {user: charged * left for user, charged in self._charged.items()}
@@ -129,7 +130,7 @@ class Broker:
     def _queue(
         self, snapshot: Snapshot, mine: Ticket | None = None, waiting: WaitingTickets | None = None
     ) -> QueueState:
-        """The queue as the daemon decides it: a ticket starts once, and each grant costs, however soon it ends."""
+        """Return the queue as the daemon decides it: a ticket starts only once, and each grant costs, however short."""
         rules = read_queue_settings(self._directory).rules
         facts = read_queue_facts(self._directory, snapshot, rules)
         usage = dict(used_by(facts.claims, time.time()) if facts.usage is None else facts.usage)
@@ -139,16 +140,17 @@ class Broker:
         return queue_state(self._directory, snapshot, facts, rules, mine, waiting)
 
     def watch_offers(self, snapshot: Snapshot | None) -> list[Event]:
-        """Set back requests that never claim what is offered; call it every second, with the latest snapshot.
+        """Set back requests that do not claim what is offered to them.
 
-        None: the driver does not answer, so no request can claim.
+        Call this every second with the latest snapshot, or with None if the driver does not answer and so no request
+        can claim.
         """
         if snapshot is None:
             self._offers.clear()
             return []
         queue, now = self._queue(snapshot), time.monotonic()
         offered = [position for position in queue.positions if position.now]
-        # The leader may be hostile, and an offer that is not heard of cannot be taken.
+        # The leader may be hostile and not wake them, and a request cannot take an offer that it does not know of.
         wake(self._directory, [position.ticket for position in offered], MAY_START)
         since = {position.ticket.id: self._offers.get(position.ticket.id, now) for position in offered}
         refused = [position for position in offered if now - since[position.ticket.id] >= OFFER_SECONDS]
@@ -160,7 +162,7 @@ class Broker:
         return [event for event in events if event]
 
     def _set_back(self, ticket: Ticket, devices: tuple[str, ...], reason: str, more: str) -> Event | None:
-        """Write down why the request goes to the end; None where it, or its user, is set back already."""
+        """Record why the request goes to the end of the queue; return None if it or its user is set back already."""
         now = time.time()
         user, before = str(ticket.owner), read_restrictions(self._directory, SET_BACK, now)
         if user in before or ticket.id in before:
@@ -185,14 +187,18 @@ class Broker:
         )
 
     def claims(self) -> dict[str, Any]:
-        """Which locks are held, and to whom they were given."""
+        """Return which locks are held, and to whom they were given."""
         with Gate(self._directory):
             held = grant_of(self._directory, names_of(self._directory))
         rows = {name: grant and list(vars(grant).values()) for name, grant in held.items()}
         return {"held": rows}
 
     def claim(self, uid: int, message: Mapping[str, Any]) -> Reply:
-        """The locks of all devices that *uid* requests, or why not; GpuguardError: it makes no sense."""
+        """Return the locks of all devices that *uid* requests, or why they are refused.
+
+        Raises:
+            GpuguardError: the request makes no sense.
+        """
         if uid == identity.overflow_uid():
             raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
         names, began = _device_names(message), time.monotonic()
@@ -224,14 +230,14 @@ class Broker:
         snapshot, needed = self._sample(ticket.requests)
         if unknown := [name for name in names if snapshot.device(name) is None]:
             return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
-        # A request that cannot be met now costs no other user the reading and planning of the queue.
+        # A request that cannot be met now is refused before the queue is read and planned, which costs others time.
         if refused := _unfit(names, ticket.requests, snapshot):
             return _refusal(refused)
         waiting = read_tickets(self._directory)
         requests = [request for waiter in waiting[0] for request in waiter.requests]
         if not all(fields_needed(request) <= needed for request in requests):
             snapshot, _ = self._sample([*ticket.requests, *requests])
-        # What the ticket may have now, by the daemon's own view of the queue.
+        # Decide by the daemon's own view of the queue what the ticket may have now.
         queue = self._queue(snapshot, ticket, waiting)
         position, kept = queue.of(ticket.id), kept_for_others(queue, ticket.id)
         if not kept.keys().isdisjoint(names):
@@ -264,15 +270,16 @@ class Broker:
         return DescriptorReply(asdict(GrantReply(grant.claim, locks)), tuple(descriptors))
 
     def _sample(self, requests: Iterable[Request]) -> tuple[Snapshot, set[str]]:
-        """A sample of what a plan of these requests needs, and the groups of fields that are in it."""
+        """Return a sample of what a plan of these requests needs, and the field groups that are in it."""
         self._backend = self._backend or self._open_backend()
         needed = {MEMORY, PROCESSES, MODEL}.union(*map(fields_needed, requests))
         return self._backend.sample(needed), needed
 
     def _ticket(self, uid: int, names: list[str], message: Mapping[str, Any]) -> Ticket:
-        """The ticket of *uid* in the queue; else one at its end, with the values that the message has, as all have.
+        """Return the ticket of *uid* in the queue, or else one at its end with the values of the message, as all have.
 
-        It requests these devices alone: that others may start now does not give *uid* what another request waits for.
+        It requests these devices alone: if it could start on other ones, that would not entitle *uid* to these, for
+        which another request may wait.
         """
         if name := message.get("ticket"):
             own = read_ticket(self._directory, uid, str(name))
@@ -297,25 +304,25 @@ class Broker:
         return replace(own, uid=uid, user=user_name(uid), pid=None)
 
     def _verify(self, names: list[str], request: Request, snapshot: Snapshot, locks: Sequence[str]) -> dict[str, str]:
-        """uuid -> what is against it; with the locks held, so that what happened before them shows."""
+        """Return uuid -> why it is refused, by a sample under the locks, so that what happened before them shows."""
         assert self._backend is not None
         fresh = self._backend.sample(fields_to_verify(request), names)
         if gone := set(names) - {device.uuid for device in fresh.devices}:
             return dict.fromkeys(gone, "the driver does not show it any more")
         now = snapshot.updated(fresh)
-        # All shares with their locks are counted, so of two that come at once neither is overlooked.
+        # All shares that hold locks are counted, so that of two that come at once neither is overlooked.
         sharing = sharing_beside(self._directory, now, names, locks) if request.share else {}
         return _unfit(names, [request], now, sharing)
 
     def _claim_inside(self, uid: int, names: list[str], outer: str) -> Reply:
-        """Locks inside a claim, for its owner alone: they exclude its other commands and no other claims."""
+        """Return locks inside a claim, for its owner alone: they exclude other commands in it, and no other claims."""
         grant, descriptors = Grant(uid, f"{outer}.{os.urandom(4).hex()}"), list[int]()
         with ExitStack() as stack, Gate(self._directory):
             stack.callback(close_all, descriptors)
             held = grant_of(self._directory, names)
             for name in names:
                 owned = held.get(name)
-                # A user with a share, or a lock inside a claim, does not own the device.
+                # A user who has a share, or a lock inside a claim, does not own the device.
                 whole = owned is not None and owned.memory is None and "." not in owned.claim
                 if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
                     raise GpuguardError("these GPUs are not yours by that claim.")
@@ -339,7 +346,7 @@ def _device_names(message: Mapping[str, Any]) -> list[str]:
 
 
 def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
-    """*request* for these devices; only processes of *uid* can be left out of account."""
+    """Return *request* for these devices alone, which may leave only processes of *uid* out of account."""
     everywhere: dict[str, Any] = {"within": None, "within_reason": "", "exclude": (), "prefer": (), "max_gpus": None}
     mine_as_free = request.mine_as_free & {uid}
     return replace(request, num_gpus=len(names), devices=tuple(names), mine_as_free=mine_as_free, **everywhere)
@@ -354,7 +361,7 @@ def _busy_event(uid: int, seconds: float) -> Event:
 def _unfit(
     names: Sequence[str], requests: Sequence[Request], snapshot: Snapshot, sharing: Mapping[str, Sharing] | None = None
 ) -> dict[str, str]:
-    """uuid -> why it will not do for any of *requests*; a share is only judged with *sharing*."""
+    """Return uuid -> why it will not do for any of *requests*.  A share is judged only with *sharing*."""
     refused: dict[str, str] = {}
     for request in requests:
         if request.share and sharing is None:
@@ -386,11 +393,11 @@ def _refusal(reasons: Mapping[str, str]) -> dict[str, Any]:
 def lock_all(
     directory: LockDirectory, snapshot: Snapshot, names: Sequence[str], to: Grant, descriptors: list[int]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of the locks of the devices *names* (uuids), or uuid -> why not.
+    """Lock the devices *names* (uuids); return the names of the locks, and uuid -> why it is refused.
 
     Args:
-        to: whose they become; with memory they are shares.
-        descriptors: filled with the locked ones; the caller closes them, also when it was refused.
+        to: the grant that the locks get; with memory they are shares.
+        descriptors: filled with the locked descriptors; the caller closes them, even after a refusal.
     """
     locked: list[str] = []
     with Gate(directory):
@@ -407,7 +414,7 @@ def lock_all(
         refused = conflicts(directory, snapshot, names, locked, shared=to.memory is not None)
         if not refused and to.memory is None:
             for name in names:
-                # What an earlier owner's jobs have locked inside of it must not be in the way of this one's.
+                # Locks inside of it that jobs of an earlier owner still have must not be in this owner's way.
                 replace_file(directory, f"{name}.nested")
     return tuple(locked), refused
 
@@ -415,12 +422,12 @@ def lock_all(
 def conflicts(
     directory: LockDirectory, snapshot: Snapshot | None, names: Sequence[str], own: Collection[str], *, shared: bool
 ) -> dict[str, str]:
-    """uuid -> why it cannot be had, of the devices *names*, by the locks of others; the caller has the gate.
+    """Return uuid -> why it cannot be had, of the devices *names*, by the locks of others.  The caller has the gate.
 
     Args:
-        snapshot: says which device is a part of which; None when that does not matter yet.
-        own: names of locks that are not others'.
-        shared: whether shares of them are wanted.
+        snapshot: says which device is a part of which, or None if that does not matter yet.
+        own: the names of locks that do not belong to others.
+        shared: whether shares of the devices are wanted.
     """
     others = [name for name in names_of(directory) if name not in own and not name.endswith(".nested")]
     reasons: dict[str, str] = {}
@@ -441,13 +448,13 @@ def conflicts(
 def sharing_beside(
     directory: LockDirectory, snapshot: Snapshot, names: Sequence[str], own: Collection[str]
 ) -> dict[str, Sharing]:
-    """uuid -> who else shares the device, by what was given to them; *own* slots do not count."""
+    """Return uuid -> who else shares the device, by what was granted to them.  Slots in *own* do not count."""
     devices = tuple(device for device in snapshot.devices if device.uuid in names)
     here, sharing = replace(snapshot, devices=devices, claims=()), dict[str, Sharing]()
-    for holders in (False, True):  # all of /proc is read only where a process has no claim without it
+    for holders in (False, True):  # all of /proc is read only if some process has no claim without it
         with Gate(directory):
             records = probe_in_gate(directory, names, holders=holders)
-        # What a record says of its own processes is its owner's word.
+        # What a record says about its own processes is only its owner's word.
         claims = [
             replace(record, pid=None, slots=tuple(slot for slot in record.slots if slot not in own))
             for record in records
@@ -460,13 +467,13 @@ def sharing_beside(
 
 
 def _parent(snapshot: Snapshot, name: str, grant: Grant | None) -> str | None:
-    """The GPU of which it is a part, as the driver shows it or did when it was granted."""
+    """Return the GPU of which the device is a part, as the driver shows it or did when it was granted."""
     device = snapshot.device(name)
     return device.parent_uuid if device else grant.parent if grant else None
 
 
 def _root_has_all(directory: LockDirectory, name: str) -> bool:
-    """Whether root, which takes locks without us, has all of the device, not a part of it."""
+    """Return whether root, who takes locks without the broker, has the whole device and not just a part of it."""
     try:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:

@@ -1,10 +1,10 @@
-"""Ending a request that waits, or a job, by its id: the user's own ones, and those of all users for root.
+"""Ending a waiting request or a job by its id: users can end their own, and root can end those of all users.
 
 A request is ended by the signal that ends it by hand, and a job by its `gpuguard run`, as `release --stop` does.  What
-a file says of its process is its owner's word.  So a process is signalled only if it has the very file of the request
-or of the claim locked, as the kernel says, after its pidfd was opened, and if it is that of the owner of the file.
+a file says about its process is only its owner's word.  So a process is signalled only if it belongs to the owner of
+the file and, after its pidfd was opened, the kernel says that it has this very file of the request or the claim locked.
 
-Does not release a claim whose processes live on: see release.
+This module does not release a claim whose processes live on: see release.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class LockHolder(NamedTuple):
 
 
 def cancel(directory: LockDirectory, text: str) -> tuple[Ticket | ClaimRecord, str]:
-    """End the request or the job that *text* means, see claims.ids: which one it was, and ENDED or ENDING.
+    """End the request or the job that *text* means (see claims.ids); return which one it was, and ENDED or ENDING.
 
     Raises:
-        ClaimError: it was not ended, and why.
+        ClaimError: it was not ended; the message says why.
     """
-    # The tickets first: a request has the record of its claim before it gives up its ticket, so it is not overlooked.
+    # Read the tickets first, because a request has the record of its claim before it gives up its ticket; so none is
+    # overlooked.
     waiting = waiting_tickets(directory) or ()
     both: list[Ticket | ClaimRecord] = [*read_records(directory), *waiting]
     meant = one_of(text, {(each.uid, each.short_id): each for each in both}.values(), os.geteuid())
@@ -71,7 +72,7 @@ def cancel(directory: LockDirectory, text: str) -> tuple[Ticket | ClaimRecord, s
 def _end_request(directory: LockDirectory, ticket: Ticket) -> str:
     with _lock_holder(ticket_path(directory, ticket.id), ticket) as holder:
         if holder:
-            # A program that expects Ctrl-C alone goes on after it, as a notebook does; `gpuguard run` ends by both.
+            # A program that catches only Ctrl-C goes on after it, as a notebook does; `gpuguard run` ends by either.
             by_interrupt = catches(holder.pid, signal.SIGINT) and not catches(holder.pid, signal.SIGTERM)
             return _end(directory, holder, signal.SIGINT if by_interrupt else signal.SIGTERM, ticket)
     if claim := read_record(directory, ticket.uid, ticket.short_id):  # it has just started
@@ -97,7 +98,7 @@ def _end_job(directory: LockDirectory, claim: ClaimRecord) -> str:
 
 @contextmanager
 def _lock_holder(path: str, meant: Ticket | ClaimRecord) -> Iterator[LockHolder | None]:
-    """The process of its owner that has locked the file at *path*, of *meant*, or None if none is proven to."""
+    """Yield the owner's process that is proven to have locked the file of *meant* at *path*, or None if none is."""
     opened: list[int] = []
     try:
         with suppress(OSError):
@@ -110,7 +111,7 @@ def _lock_holder(path: str, meant: Ticket | ClaimRecord) -> Iterator[LockHolder 
 
 
 def _find_holder(opened: list[int], uid: int, pid: int | None) -> LockHolder | None:
-    # The process that took the lock may have ended, and its pid be another one's, while a child keeps the lock.
+    # The process that took the lock may have ended, and its pid may be another one's, while a child keeps the lock.
     for candidate in filter(None, dict.fromkeys((flock_holder(opened[0]), pid))):
         with suppress(OSError):
             opened.append(pidfd := os.pidfd_open(candidate))
@@ -141,7 +142,7 @@ def _end(directory: LockDirectory, holder: LockHolder, signum: int, meant: Ticke
             )
         )
     signals.forward(holder.pidfd, signum)
-    signals.forward(holder.pidfd, signal.SIGCONT)  # a stopped process sees the other one only when it goes on
+    signals.forward(holder.pidfd, signal.SIGCONT)  # a stopped process sees the other signal only when it goes on
     until = time.monotonic() + END_SECONDS
     while not is_unlocked(holder.descriptor) or read_record(directory, meant.uid, meant.short_id):
         if time.monotonic() >= until:

@@ -1,10 +1,10 @@
 """Exemptions that users ask for: "I know that it looks idle; keep it until tonight."
 
-Every user may exempt own processes and claims, for as long as the policy file allows at most, and none of them for more
-than 72 h in 7 days; root any user and whole devices.  What a user asks for holds only in policies about what concerns
-that user alone, or where the file says so; what root grants, and what an older version granted, in all.  Exemptions lie
-in kept.json, so they outlive the daemon.  They only protect: a step that would be taken is not.  Does not listen: see
-server.
+Every user may exempt their own processes and claims, for as long as the policy file allows at most, and none of them
+for more than 72 h in 7 days.  Root may exempt any user and whole devices.  What a user asks for holds only in policies
+about what concerns that user alone, or where the file says so; what root grants, and what an older version granted,
+holds in all policies.  Exemptions lie in kept.json, so they outlive the daemon.  They only protect: they prevent steps,
+and cause none.  This module does not listen: see server.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from gpuguard.users import NAMELESS, accountable_uids, user_name
 
 MAX_SECONDS_OF_ROOT = 365 * 86400.0
 MAX_PER_USER = 16
-MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a line of the audit log
-BREAK_SECONDS = 3600.0  # a shorter break between two times for which a user asked counts as kept, too
+MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # changes by one user within that time, because each is a line of the audit log
+BREAK_SECONDS = 3600.0  # a shorter break between two times for which a user asked also counts as kept
 SLACK_SECONDS = 60.0
-MAX_SPANS = 20  # of such times of a user: beyond them, breaks of any length count as kept
+MAX_SPANS = 20  # times of one user that are kept apart: beyond that, breaks of any length count as kept
 
 
 class Exemptions:
     """Handles requests, and tells the watchdog what is exempt.
 
     Args:
-        use: called with all exemptions, whenever they change.
-        devices: those of the latest sample, to which names of devices refer.
+        use: called with all exemptions whenever they change.
+        devices: returns the devices of the latest sample, to which names of devices refer.
         report: called with an Event for each change.
     """
 
@@ -57,7 +57,7 @@ class Exemptions:
         self._apply(read_restrictions(directory, KEPT, time.time() - KEPT_WITHIN))
 
     def keep(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Exempt what *uid* asks for.  Raises GpuguardError when it is refused."""
+        """Exempt what *uid* asks for.  Raises GpuguardError if it is refused."""
         seconds, longest = request.get("for_seconds"), MAX_SECONDS_OF_ROOT if uid == 0 else self.max_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise InvalidRequest("say for how long: --for 4h.")
@@ -90,7 +90,7 @@ class Exemptions:
             ]
             if len(own) > MAX_PER_USER:
                 raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
-            # A user with user namespaces has 65536 uids without a name: they must not fill the file of all others.
+            # A user with user namespaces has 65536 uids without a name, which must not fill everybody's file.
             if len(exemptions) > MAX_RESTRICTIONS // 2 and exemption.by == str(uid):
                 raise GpuguardError(f"very much is kept here already, and uid {uid} has no name.")
 
@@ -99,7 +99,7 @@ class Exemptions:
         return asdict(ExemptionReply(now + seconds, user, uuid))
 
     def end(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """End exemptions before their time.  Raises GpuguardError when it is refused."""
+        """End exemptions before their time.  Raises GpuguardError if it is refused."""
         owner, uuid = self._target(uid, request)
         now, ended = time.time(), list[Restriction]()
 
@@ -108,7 +108,7 @@ class Exemptions:
                 of_owner, on_device = _parts(name)
                 if (owner is None or of_owner == owner) and (uuid is None or on_device == uuid):
                     ended.append(exemptions.pop(name))
-                    if ended[-1].asked is not None:  # what was used of it counts
+                    if ended[-1].asked is not None:  # the time that was used of it counts
                         exemptions[name] = replace(ended[-1], until=now)
                         _count(exemptions, of_owner or 0, now)
 
@@ -119,7 +119,11 @@ class Exemptions:
         return asdict(EndedReply(len(ended)))
 
     def count_change(self, uid: int) -> None:
-        """Count a change by *uid*, all users without a name as one; GpuguardError: too many within a minute."""
+        """Count a change by *uid*; all users without a name count as one.
+
+        Raises:
+            GpuguardError: there were too many within a minute.
+        """
         now = time.monotonic()
         recent = {
             user: [moment for moment in moments if now - moment < CHANGES_SECONDS]
@@ -132,7 +136,7 @@ class Exemptions:
         own.append(now)
 
     def _target(self, uid: int, request: Mapping[str, Any]) -> tuple[int | None, str | None]:
-        """(uid or None for all, uuid or None for all)."""
+        """Return (uid or None for all users, uuid or None for all devices)."""
         wanted, device = request.get("uid"), request.get("device")
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted < 2**32):
             raise InvalidRequest("that is no user.")
@@ -148,7 +152,7 @@ class Exemptions:
         return owner, resolve([str(device)], self.devices(), "--device")[0]
 
     def _oldest_start(self, owner: int | None, uuid: str | None, now: float) -> float:
-        """The unix time since which what is kept counts: when the oldest process that is meant began; 0 without one."""
+        """Return the unix time from which kept time counts: the start of the oldest process meant, or 0 without one."""
         there = [device for device in self.devices() if uuid in (None, device.uuid, device.parent_uuid)]
         rows = [row for device in there for row in device.processes or () if row.uid == owner]
         starts = [row.start_time for row in rows if row.start_time is not None]
@@ -187,9 +191,9 @@ class Exemptions:
 
 
 def _count(exemptions: dict[str, Restriction], owner: int, now: float) -> tuple[TimeSpan, ...]:
-    """Write down until when a user keeps anything now, wherever: what they run may be there at any time.
+    """Record until when a user now keeps anything, wherever it is, because what they run may be there at any time.
 
-    A short break between two times counts, too: a user who asks again and again must not fill the file.
+    A short break between two times counts as well, so that a user who asks again and again does not fill the file.
     """
     uids = {each.name: _parts(each.name)[0] or 0 for each in exemptions.values() if each.asked is not None}
     whose = accountable_uids(uids.values())  # a process may take on another uid that root has given to the same user
@@ -205,9 +209,9 @@ def _count(exemptions: dict[str, Restriction], owner: int, now: float) -> tuple[
 
 
 def _refuse_too_much(spans: tuple[TimeSpan, ...], since: float, now: float, seconds: float) -> None:
-    """Raise GpuguardError if *spans*, *seconds* of them from *now* on, keep what was there *since* for too long."""
+    """Raise GpuguardError if *spans*, with *seconds* of them from *now* on, keep for too long what began at *since*."""
     end, begin = spans[-1][1], max(since, now - KEPT_WITHIN)
-    # A user who asks for what was said to be left gets it.
+    # A user who asks for the time that a refusal says is left gets it.
     if seconds_within(spans, max(since, end - KEPT_WITHIN), end) > KEPT_SECONDS + SLACK_SECONDS:
         left = max(0.0, seconds + KEPT_SECONDS - seconds_within(spans, begin, end))
         oldest = min(max(begin, span[0]) for span in spans if span[1] > begin)
@@ -223,7 +227,7 @@ def _name(owner: int | None, uuid: str | None) -> str:
 
 
 def _parts(name: str) -> tuple[int | None, str | None]:
-    """(uid, uuid) of the name of an exemption."""
+    """Return (uid, uuid) of the name of an exemption."""
     first, _, second = name.partition(" ")
     if first.isdecimal() and len(first) <= 10:
         return int(first), second or None

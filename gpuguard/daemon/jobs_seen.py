@@ -1,6 +1,7 @@
-"""What each claim of this machine took, written down when it ends: users keep the logs of their jobs to themselves.
+"""What each claim of this machine took, recorded when it ends, because users keep the logs of their jobs to themselves.
 
-As the daemon has seen it: a claim that comes and goes between two samples is in no line, and exit codes are unknown.
+The record is what the daemon has seen: a claim that comes and goes between two samples is in no line, and exit codes
+are unknown.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ class _SeenJob:
 
 
 class JobsSeen:
-    """The claims that live, with their numbers so far."""
+    """The living claims, with their numbers so far."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[int, str], _SeenJob] = {}
-        self._quota = AuditQuota()  # one user must not push out of the log what was done to others
+        self._quota = AuditQuota()  # one user must not push what was done to others out of the log
 
     def look(self, snapshot: Snapshot) -> Iterator[Event]:
-        """Count the next sample; a line about each claim that is there no more."""
+        """Count the next sample, and yield a line about each claim that is no longer there."""
         if not claims_readable(snapshot):
             return
         living = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
         for key, claim in living.items():
             job = self._jobs.get(key)
             if job is None:
-                uuids = claim.devices if claim.memory is None else ()  # a shared GPU does what its neighbours do, too
+                uuids = claim.devices if claim.memory is None else ()  # a shared GPU also works for its other claims
                 job = self._jobs[key] = _SeenJob(claim, JobMeter(uuids), claim.since or snapshot.taken_at)
             job.claim = claim
             job.meter.add(snapshot)
@@ -53,7 +54,7 @@ class JobsSeen:
 
 def _line(job: _SeenJob, ended: float) -> Event:
     claim, meter = job.claim, job.meter
-    # Its user is named, but not by "uid": then all their jobs would come to ask what happened to them.
+    # The user is named, but not by "uid", because then all jobs of that user would ask what happened to them.
     facts = {
         "owner_uid": claim.uid,
         "wall_time_seconds": round(max(0.0, ended - job.begun), 3),

@@ -1,4 +1,4 @@
-"""How the daemon treats line.yaml: a good one is kept for all readers, a faulty one is reported until it is mended.
+"""How the daemon treats line.yaml: it keeps a good file for all readers, and reports a faulty one until it is mended.
 
 This module decides nothing by the file: every reader asks queue.settings.
 """
@@ -14,7 +14,7 @@ from gpuguard.model import EventOutcome
 from gpuguard.queue.settings import keep_last_good, read_queue_settings, settings_path
 from gpuguard.units import format_count
 
-RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now
+RETRY_SECONDS = 60.0  # between two readings of a file with faults, because LDAP may be up by then
 
 
 class QueueSettingsFile:
@@ -37,7 +37,7 @@ class QueueSettingsFile:
         self.faults = 0  # how many the file has
 
     def look(self) -> None:
-        """Read the file if it has changed or had faults a while ago.  Call this again and again."""
+        """Read the file if it has changed, or if it had faults a while ago.  Call this again and again."""
         version = version_of(settings_path())
         if version == self._version and not (self.faults and time.monotonic() - self._read_at >= RETRY_SECONDS):
             return

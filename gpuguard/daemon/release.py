@@ -37,7 +37,7 @@ from gpuguard.files import open_in_place
 from gpuguard.locale import _, translated
 from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
 
-ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
+ANSWER_SECONDS = 5.0  # `gpuguard run` looks at once when it is woken, and reads the driver before it answers
 POLL_SECONDS = 0.02
 REPORT_SECONDS = 5.0
 
@@ -48,7 +48,11 @@ JOB_ENDED = "its job was ended"
 
 
 def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> ClaimRecord:
-    """The claim that *beginning* means, see claims.ids; ClaimError: none or several, or not of *uid*."""
+    """Return the claim that *beginning* means: see claims.ids.
+
+    Raises:
+        ClaimError: it means none or several, or one that is not *uid*'s.
+    """
     if claim := one_of(beginning, read_records(directory), uid):
         return claim
     raise ClaimError(
@@ -59,9 +63,9 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
 
 
 def current_uses(directory: LockDirectory, claims: Sequence[ClaimRecord], backend: Backend) -> list[str | None]:
-    """Which processes compute under each claim, in words, or why that cannot be seen; None when none does.
+    """Return for each claim which processes compute under it, in words, or why that cannot be seen, or None if none do.
 
-    The driver and the locks are read once for all of them: a user can have hundreds of records.
+    The driver and the locks are read once for all claims, because a user can have hundreds of records.
     """
     uuids = list(dict.fromkeys(uuid for claim in claims for uuid in claim.devices))
     fresh, held = backend.sample(WHO_FIELDS, uuids), probe(directory, uuids)
@@ -69,7 +73,7 @@ def current_uses(directory: LockDirectory, claims: Sequence[ClaimRecord], backen
 
 
 def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, backend: Backend) -> str:
-    """Release *claim* while its processes live on, unless one of them computes; returns in which way.
+    """Release *claim* while its processes live on, unless one of them computes; return in which way.
 
     Raises:
         ClaimError: it is in use, or cannot be released from here.
@@ -116,7 +120,11 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
 def stop(
     directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, *, report: Callable[[str], object]
 ) -> str:
-    """Have the job of *claim* ended by its `gpuguard run`, and wait; ClaimError: none supervises it, or no more."""
+    """Have the job of *claim* ended by its `gpuguard run`, and wait for its end.
+
+    Raises:
+        ClaimError: no `gpuguard run` supervises it, or none does any more.
+    """
     with SupervisorChannel(directory, claim) as supervisor:
         if supervisor is None:
             raise unsupervised(directory, claim)
@@ -138,7 +146,7 @@ def stop(
 
 
 def unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
-    """The error of a claim that no `gpuguard run` can end, with what to do."""
+    """Return the error about a claim that no `gpuguard run` can end, with advice."""
     pids = " ".join(str(pid) for pid in _holders(directory, claim)) or _("the last of them")
     return ClaimError(
         _(
@@ -149,7 +157,7 @@ def unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
 
 
 class SupervisorChannel:
-    """The `gpuguard run` of a claim, if one listens; None as a context manager if none does."""
+    """The `gpuguard run` of a claim.  As a context manager it yields itself, or None if no `gpuguard run` listens."""
 
     def __init__(self, directory: LockDirectory, claim: ClaimRecord) -> None:
         self._directory, self._claim = directory, claim
@@ -173,11 +181,15 @@ class SupervisorChannel:
                 os.close(descriptor)
 
     def has_ended(self) -> bool:
-        """Whether the supervisor has ended."""
+        """Return whether the supervisor has ended."""
         return has_ended(self._pidfd)
 
     def stop_job(self, request: ReleaseRequest) -> None:
-        """Have it begin to end its job; ClaimError: it does not answer."""
+        """Have the supervisor begin to end its job.
+
+        Raises:
+            ClaimError: it does not answer.
+        """
         answer = self.send(replace(request, what=STOP))
         if answer is None or answer.what not in (ENDING, RELEASED):
             raise ClaimError(
@@ -187,7 +199,7 @@ class SupervisorChannel:
             )
 
     def send(self, request: ReleaseRequest) -> ReleaseRequest | None:
-        """What it says to *request*; None when it says nothing in time."""
+        """Send *request* to the supervisor and return its answer, or None if it gives none in time."""
         path = record_path(self._directory, self._claim.uid, self._claim.id)
         try:
             asked = write_request(self._record, request)
@@ -197,7 +209,7 @@ class SupervisorChannel:
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
             for answer in read_requests(self._record, asked):
-                # A release is over when the record is gone; others may request it at the same moment.
+                # A release is over only when the record is gone; others may request it at the same moment.
                 is_over = answer.what == RELEASED and not is_same_file(self._record, path)
                 if is_over or answer.what in (REFUSED, ENDING):
                     return answer
@@ -206,6 +218,6 @@ class SupervisorChannel:
 
 
 def _holders(directory: LockDirectory, claim: ClaimRecord) -> tuple[int, ...]:
-    """The processes that really hold its locks."""
+    """Return the processes that really hold the locks of *claim*."""
     seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
     return seen.holders if seen else ()
