@@ -63,8 +63,8 @@ CLAIMED = "claimed just now"
 PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
 OFFER_SECONDS = 5.0  # a request that may start and was woken goes to the end of the queue if it has not claimed by then
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
-SET_BACK_SECONDS = 3600.0  # it stays there for so long; if set back again within that time, all requests of its user do
-COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # users whose requests take BUSY_SECONDS of COUNT_SECONDS are reported to root
+SET_BACK_SECONDS = 3600.0  # how long it stays there; the second time within this, all requests of its user go there
+COUNT_SECONDS, BUSY_SECONDS = 60.0, 20.0  # the administrator is told of users whose requests take 20 of these 60 s
 
 
 class Broker:
@@ -162,7 +162,7 @@ class Broker:
         return [event for event in events if event]
 
     def _set_back(self, ticket: Ticket, devices: tuple[str, ...], reason: str, more: str) -> Event | None:
-        """Record why the request goes to the end of the queue; return None if it or its user is set back already."""
+        """Record why the request is set back to the end; return the event, or None if it or its user already is."""
         now = time.time()
         user, before = str(ticket.owner), read_restrictions(self._directory, SET_BACK, now)
         if user in before or ticket.id in before:
