@@ -1,9 +1,10 @@
-"""From a request to a claim: look, lock the best devices, look again, all or nothing.
+"""From a request to a claim: sample, lock the best devices, sample again, all or nothing.
 
-The two-key rule: a device is taken when its lock is free *and* it looks free, before and after it is locked.  The locks
-are taken here with flock, or by the daemon where it alone may open the lock files.  Nothing is held while waiting.
-A MIG instance is locked together with a shared lock on its GPU, so the kernel lets them exclude each other.
-Does not rank devices (see select), decides nothing about the queue (see queue) and never breaks a lock.
+The two-key rule: a device is taken when its lock is free *and* it looks free, both before and after it is locked.  The
+locks are taken here with flock, or by the daemon where it alone may open the lock files.  Nothing is held while
+waiting.  A MIG instance is locked together with a shared lock on its GPU, so that the kernel makes instance and GPU
+exclude each other.  Does not rank devices (see select), decides nothing about the queue (see queue) and never breaks a
+lock.
 """
 
 from __future__ import annotations
@@ -65,28 +66,30 @@ if TYPE_CHECKING:
 
     HeldLocks = dict[str, tuple[Lock, ...]]  # by the uuid of their device
 
-POLL_SECONDS = 0.25  # between two looks at the locks while waiting inside a claim; no driver call
-DRIVER_SECONDS = 600.0  # for which a driver may fail a request that waits: it is being loaded anew, or was killed
-SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or nothing can be seen
+POLL_SECONDS = 0.25  # between two checks of the locks while waiting inside a claim; these make no driver call
+# For which reads of the driver may fail while a request waits: it is being reloaded, or the worker was killed.
+DRIVER_SECONDS = 600.0
+SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or cannot be read
 
 _waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
 
 
 def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.environ) -> ClaimRecord | None:
-    """The living claim of this user inside which this process runs, or None."""
+    """Return the living claim of this user inside which this process runs, or None."""
     return read_record(directory, os.geteuid(), environ.get("GPUGUARD_CLAIM", ""))
 
 
 def has_queue(directory: LockDirectory, kinds: tuple[str, ...] = ("ticket.", "reserve.")) -> bool:
-    """Whether there may be a queue or a reservation: all that a command pays for both when there is neither."""
+    """Return whether there may be a queue or a reservation: this check is all that both cost if there is neither."""
     starts = tuple(directory.prefix + kind for kind in kinds)
     return any(name.startswith(starts) for name in directory.names())
 
 
 def pause_waiting() -> bool:
-    """Let other processes lead the queue while this one is stopped, until go_on_waiting(); whether it waits there.
+    """Let other processes lead the queue while this one is stopped, until go_on_waiting().
 
-    For the signal handler of SIGTSTP: it may be called at any moment.  The positions in the queue stay.
+    Returns whether this process waits in the queue; its positions stay.  The signal handler of SIGTSTP may call this at
+    any moment.
     """
     waiters = [request.waiter for request in _waiting if request.waiter]
     for waiter in waiters:
@@ -95,21 +98,21 @@ def pause_waiting() -> bool:
 
 
 def go_on_waiting() -> None:
-    """After pause_waiting(): lead the queue again, unless another process does by now."""
+    """Lead the queue again after pause_waiting(), unless another process does by now."""
     for waiter in [request.waiter for request in _waiting if request.waiter]:
         waiter.resume()
 
 
 class Allocator:
-    """Finds and locks devices for one request, or for the first of its alternatives that can be had.
+    """Finds and locks devices for one request, or for the first of its alternatives that can be met.
 
     Args:
         backend: of the machine; it is read as little as possible, and not at all while too many locks are held.
-        requests: what is wanted, the best liked first.
-        environ: what limits the requests: CUDA_VISIBLE_DEVICES, Slurm, and the claim inside which this process runs.
-        job: for people, and for the plan of the queue.
+        requests: the alternatives, the preferred one first.
+        environ: limits the requests by CUDA_VISIBLE_DEVICES, Slurm, and the claim inside which this process runs.
+        job: details for people, and for the plan of the queue.
         on_wait: called once in a while with what is missing, or as often as its attribute tell_every says (seconds);
-            what it raises ends the waiting.
+            an exception that it raises ends the waiting.
     """
 
     def __init__(
@@ -132,15 +135,15 @@ class Allocator:
         """Claim devices, all or none, and write the record of the claim; nothing is held while waiting.
 
         Args:
-            wait: seconds in the queue; 0 not at all, None for ever.
+            wait: seconds to wait in the queue; 0 is not at all, None is for ever.
 
         Raises:
-            NotEnoughGpus: not now, and *wait* is 0.
-            WaitTimeout: not within *wait* seconds.
-            ImpossibleRequest: never on this machine.
+            NotEnoughGpus: the request cannot be met now, and *wait* is 0.
+            WaitTimeout: it could not be met within *wait* seconds.
+            ImpossibleRequest: it can never be met on this machine.
             LockDirectoryError: the directory cannot be used.
             BackendError: the devices cannot be read; a request in the queue tries again for DRIVER_SECONDS.
-            OSError: no file, lock or memory is left for a look; a request in the queue tries again later instead.
+            OSError: no file, lock or memory is left for a sample; a request in the queue tries again later instead.
         """
         self._deadline = None if wait is None else time.monotonic() + wait
         claim: Claim | None = None
@@ -150,22 +153,22 @@ class Allocator:
             finally:
                 self._withdraw()
             return claim
-        except BaseException:  # Ctrl-C, and once more while it leaves: no user would know of the claim or the ticket
+        except BaseException:  # Ctrl-C, even a second one in _withdraw(): no user would know of the claim or the ticket
             self._withdraw()
             if claim is not None:
                 claim.release()
             raise
 
     def preview(self, *, with_reasons: bool = False) -> tuple[Snapshot, Choice]:
-        """What acquire() would take now for the first request, without taking it.
+        """Return what acquire() would take now for the first request, without taking it.
 
-        The winners alone are read a second time, with their health; the others, too, where there are too few.
+        Only the chosen devices are read a second time, with their health; all others as well if there are too few.
 
         Args:
-            with_reasons: read of each device all that reasons are made of, then: users and commands, health and model.
+            with_reasons: read all that reasons are made of for each device in the end: users, commands, health, model.
 
         Raises:
-            ClaimError: the daemon alone gives the locks, and there is none.
+            ClaimError: only the daemon gives the locks, and no daemon runs.
         """
         if self.directory.closed and self.outer is None:
             from gpuguard.daemon.broker_client import refuse_without_daemon  # only where the daemon gives the locks
@@ -195,7 +198,7 @@ class Allocator:
         if not with_reasons:
             return replace(snapshot, claims=claims), choice
         snapshot, explained = self._explained(request, snapshot, taken)
-        # What is read more can decide between devices: it would take those that it has found with less.
+        # The further fields can change which devices rank first; acquire() would take those found without them.
         found = {device.uuid: device for device in explained.eligible}
         chosen = tuple(found[device.uuid] for device in choice.devices if device.uuid in found)
         return snapshot, replace(explained, devices=chosen if len(chosen) >= request.num_gpus else explained.devices)
@@ -210,12 +213,14 @@ class Allocator:
         with_record: bool = True,
         once: bool = False,
     ) -> Claim | None:
-        """Lock the best devices of *snapshot* and read them again; None, and nothing locked, when it cannot be had.
+        """Lock the best devices of *snapshot* and read them again.
+
+        Returns the claim, or None if the request cannot be met; then nothing is locked.
 
         Args:
             request: within the limits of this process.
-            taken: uuid -> why not; gets the devices that others were found to hold.
-            ticket: in the queue, whose id the claim gets; it goes to the daemon where that gives the locks.
+            taken: uuid -> why not; the devices that others turn out to hold are added to it.
+            ticket: in the queue, whose id the claim gets; it is sent to the daemon where that gives the locks.
             with_record: write the record of the claim.
             once: where the daemon gives the locks and another request starts first, do not ask for other devices.
         """
@@ -244,18 +249,19 @@ class Allocator:
                 unlock([lock for locks in held.values() for lock in locks])
 
     def why_not(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> NotEnoughGpus:
-        """The error with all reasons."""
+        """Return the error with all reasons why *request* cannot be met."""
         snapshot, choice = self._explained(request, snapshot, taken)
         return not_enough(snapshot, request, choice)
 
     def _explained(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> tuple[Snapshot, Choice]:
-        """*snapshot* with its claims and with all that reasons are made of, and the choice on it."""
-        # Whether it can ever be met depends on the health of all, claimed or not; the reason on who uses them.
+        """Return *snapshot* with its claims and all fields that reasons are made of, and the choice made from it."""
+        # Whether the request can ever be met depends on the health of all devices, claimed or not; the reason depends
+        # on who uses them.
         details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH, MODEL}
         snapshot = snapshot.updated(self.backend.sample(details))
         request = self._lockable(request, snapshot)
         claims, claimed = self._claims_against(request, snapshot)
-        # Of an instance that was claimed with its whole GPU, who has claimed that says more.
+        # For an instance that was claimed with its whole GPU, the claim of that GPU is the better reason.
         lost = {device.uuid for device in snapshot.devices if device.parent_uuid in claimed}
         taken = {uuid: why for uuid, why in taken.items() if uuid not in lost}
         taken |= claimed | self._restricted(snapshot)
@@ -263,7 +269,7 @@ class Allocator:
         return replace(snapshot, claims=claims), choice
 
     def _wait_for_claim(self, *, may_wait: bool) -> Claim:
-        """The claim, as soon as it can be had; joins the queue once it is known that a request waits."""
+        """Return the claim as soon as a request can be met; join the queue once it is known that a request waits."""
         error: NotEnoughGpus | None = None
         failures: list[float] = []
         while True:
@@ -288,7 +294,7 @@ class Allocator:
                     raise error
                 if self.outer:
                     self._await_sibling(snapshot, error)
-                elif self._queued:  # else look once more, at all that the plan of the queue goes by
+                elif self._queued:  # otherwise sample once more, with all fields that the plan of the queue depends on
                     error = self._queued.sleep(snapshot, requests, self._deadline, error, self.on_wait)
             except (OSError, MemoryError, GpuguardError) as fault:
                 waits = bool(self._queued.waiter if self._queued else self.outer and error)
@@ -299,9 +305,10 @@ class Allocator:
     def _asked_first(  # pragma: no cover: in processes of users whom a daemon gives the locks
         self, requests: Sequence[Request], snapshot: Snapshot
     ) -> Claim | None:
-        """The claim, if the daemon, which decides who is next, gives it; whatever the queue looks like from here.
+        """Return the claim if the daemon gives it, or None.
 
-        Where another one starts first, a plan of our own shows better on which devices this one may start.
+        The daemon decides which request is next, so the queue as seen from this process does not matter here.  If
+        another request starts first, our own plan shows better on which devices this request may start.
         """
         assert self._queued
         ticket, taken = self._queued.ticket_of(requests), self._restricted(snapshot)
@@ -316,7 +323,7 @@ class Allocator:
     ) -> NotEnoughGpus:
         if answer and answer.is_later and self._queued and self._queued.waiter:
             return answer.explained(waiting_error(requests[0].num_gpus))
-        if answer and answer.startable and self._queued:  # planned on what has just turned out to be of no use
+        if answer and answer.startable and self._queued:  # it was planned on devices that turned out to be unusable
             answer = self._queued.check(snapshot, requests)
         errors = [self.why_not(request, snapshot, taken) for request in requests]
         error = next((error for error in errors if not isinstance(error, ImpossibleRequest)), errors[0])
@@ -325,10 +332,13 @@ class Allocator:
     def _lock_and_verify(
         self, request: Request, snapshot: Snapshot, taken: dict[str, str], held: HeldLocks, ticket: Ticket | None
     ) -> Claim | None:
-        """The claim of the best devices.  Fills *held* with what it has locked, also where it is interrupted."""
+        """Return the claim of the best devices, or None.
+
+        *held* is filled with the locks that were taken, even if this is interrupted.
+        """
         shares = request.share and not self.outer
         verified: set[str] = set()
-        divisible: set[str] = set()  # uuids that were read again because instances of theirs may be locked
+        divisible: set[str] = set()  # uuids that were read again because their instances may be locked
         while True:
             sharing = sharing_now(self.directory, held, snapshot) if shares else {}
             choice = choose(snapshot, request, taken, sharing)
@@ -353,7 +363,7 @@ class Allocator:
                     taken[lost.uuid] = _("claimed just now")
                 continue
             if unread := wanted - verified:
-                # Whatever happened between the first look and the lock shows now: a foreign process, a lost device.
+                # Changes between the first sample and the lock show now, such as a foreign process or a lost device.
                 snapshot = self._verify(request, snapshot, sorted(unread), taken)
                 verified |= unread
                 continue
@@ -384,20 +394,21 @@ class Allocator:
         return True
 
     def _may_be_divided(self, device: Device) -> bool:
-        """Whether the lock that could not be had may be that of one of its instances, which were not read yet."""
+        """Return whether *device* may be locked only because one of its instances, not read yet, is claimed."""
         if device.mig_mode is not None or device.parent_uuid or self.outer:
             return False
-        lock = lock_device(self.directory, device.uuid, fcntl.LOCK_SH)  # as the GPU of a claimed instance is locked
+        lock = lock_device(self.directory, device.uuid, fcntl.LOCK_SH)  # the GPU of a claimed instance has such a lock
         if lock is not None:
             unlock((lock,))
         return lock is not None
 
     def _sample_all(self, *, list_processes: bool) -> tuple[list[Request], Snapshot]:
-        """A first look at all devices, and the requests within the limits that others have set for this process.
+        """Return the requests within the limits that others have set for this process, and a first sample.
 
-        A list of processes is the dearest that a driver can be asked for, so it is read of the winners alone, behind
-        their locks.  With *list_processes* (for the plan of a queue, which must know what is busy), or where a memory
-        in use is unknown, it is read of each device whose memory does not say already that it is busy.
+        A list of processes is the most expensive thing to ask a driver for, so it is read only of the chosen devices,
+        once they are locked.  With *list_processes* (for the plan of a queue, which must know which devices are busy),
+        or if the memory in use of any device is unknown, it is read of each device whose memory does not already show
+        that it is busy.
         """
         requests = list(self.requests)
         fields = self._fields_of(requests) | (frozenset({IDLE_PROCESSES}) if list_processes else frozenset())
@@ -407,7 +418,7 @@ class Allocator:
             fields |= {IDLE_PROCESSES}
             snapshot = self.backend.sample(fields)
         if HEALTH not in fields and any(request.num_gpus > len(snapshot.devices) for request in requests):
-            fields |= {HEALTH}  # which shows whether they are divided into enough
+            fields |= {HEALTH}  # which shows whether the devices are divided into enough instances
             snapshot = self.backend.sample(fields)
         limits = outer_devices(self.environ, snapshot.devices)
         within, reason = limits.uuids, limits.reason
@@ -427,7 +438,7 @@ class Allocator:
         return requests, snapshot
 
     def _lockable(self, request: Request, snapshot: Snapshot) -> Request:
-        """*request* without the devices whose lock files this process can never use, however long it waits."""
+        """Return *request* without the devices whose lock files this process can never use, however long it waits."""
         faults = lock_faults(self.directory, snapshot.devices, request, self.outer)
         if not faults:
             return request
@@ -437,7 +448,7 @@ class Allocator:
             device.uuid
             for device in snapshot.devices
             if device.uuid not in faults
-            and device.uuid not in divided  # it would let all of its instances in
+            and device.uuid not in divided  # naming it would allow all of its instances
             and (allowed is None or allowed & {device.uuid, device.parent_uuid})
         )
         fault = next(iter(faults.values()))
@@ -455,17 +466,17 @@ class Allocator:
         return frozenset().union(*(fields_needed(request) for request in requests))
 
     def _verify(self, request: Request, snapshot: Snapshot, uuids: Sequence[str], taken: dict[str, str]) -> Snapshot:
-        """*snapshot* with a fresh look at the winners; one that is not shown any more counts as taken."""
+        """Return *snapshot* with the devices *uuids* read again; one that the driver shows no more counts as taken."""
         fresh = self.backend.sample(fields_to_verify(request), uuids)
         for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
             taken[uuid] = _("the driver does not show it any more")
         updated = snapshot.updated(fresh)
-        if len(updated.devices) > len(snapshot.devices):  # instances that were not seen before
+        if len(updated.devices) > len(snapshot.devices):  # there are instances that were not seen before
             taken.update(self._restricted(updated))
         return updated
 
     def _claims_against(self, request: Request, snapshot: Snapshot) -> tuple[tuple[ClaimRecord, ...], dict[str, str]]:
-        """The living claims, and uuid -> which one is in the way: of a share no other share is."""
+        """Return the living claims, and uuid -> which claim is in the way; shares do not block each other."""
         uuids = [device.uuid for device in snapshot.devices]
         claims = probe(self.directory, uuids)
         if self.outer is None:
@@ -476,12 +487,12 @@ class Allocator:
         return claims, {uuid: text for uuid in uuids if f"{uuid}.nested" in inner}
 
     def _restricted(self, snapshot: Snapshot) -> dict[str, str]:
-        """uuid -> what was decided against the device, or against any new claim of this user."""
+        """Return uuid -> the restriction of the device, or of any new claim of this user."""
         uid = None if self.outer else os.geteuid()  # the owner of a claim may divide it
         return restrictions_against(self.directory, [device.uuid for device in snapshot.devices], uid, time.time())
 
     def _sharing(self, request: Request, snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> Mapping[str, Sharing]:
-        """uuid -> who shares the device, for a request that may join them."""
+        """Return uuid -> the claims that share the device, if *request* may join them."""
         if not request.share or self.outer or not claims:
             return {}
         return sharing_of(snapshot, claims)
@@ -495,9 +506,11 @@ class Allocator:
             self._queued = None
 
     def _pause_after(self, fault: Exception, waits: bool, failures: list[float]) -> NotEnoughGpus:
-        """A pause of a request that waits and cannot look now, which is no reason to lose its position: why it waits.
+        """Wait, so that a queued request can try again when something could not be read: return why it waits.
 
-        A driver that has failed for DRIVER_SECONDS is one; *failures*: when it did since the last good look.
+        A passing failure must not cost the request its position.  *fault* is raised instead if the request does not
+        wait, if *fault* is not passing, or if the driver has failed for DRIVER_SECONDS.  *failures* holds the times of
+        the failures since the last successful sample.
         """
         failures.append(time.monotonic())
         is_lasting = failures[-1] - failures[0] >= DRIVER_SECONDS
@@ -516,7 +529,7 @@ class Allocator:
         return error
 
     def _await_sibling(self, snapshot: Snapshot, error: NotEnoughGpus) -> None:
-        """Sleep until another command inside the same claim may have ended: there is no queue in there."""
+        """Sleep until another command inside the same claim may have ended, because a claim has no queue inside."""
         names = [f"{device.uuid}.nested" for device in snapshot.devices]
         locked_before = locked_devices(self.directory, names)
         sample_at = time.monotonic() + SAMPLE_SECONDS
@@ -538,5 +551,5 @@ def _new_id(outer: ClaimRecord | None, ticket: Ticket | None) -> str:
     own = (ticket and ticket.short_id) or os.urandom(4).hex()
     if outer:
         return f"{outer.id}.{own}"
-    job = os.environ.get("SLURM_JOB_ID", "")  # of a cluster whose prolog claims nothing: see clusters.slurm
+    job = os.environ.get("SLURM_JOB_ID", "")  # set on a cluster whose prolog claims nothing: see clusters.slurm
     return f"slurm{job}-{own}" if job.isdecimal() and len(job) < 12 else own

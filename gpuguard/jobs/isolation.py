@@ -1,10 +1,10 @@
-"""A job for which only its own devices exist, not just in an environment variable.
+"""Isolation of a job: only its own devices exist for it, which no environment variable alone can ensure.
 
 For an ordinary user bubblewrap builds a mount namespace whose /dev lacks the nodes of all other GPUs, and the job
 enters it.  For root, who could make the nodes again, the job starts in a cgroup of its own with a filter on its
 devices: a program of type BPF_PROG_TYPE_CGROUP_DEVICE, which the kernel asks at every open() and mknod() of a device.
-Either keeps accidents away from other people's devices; neither is a wall against those who mean harm, see
-docs/isolation.md.  Where neither can be had the job is refused, never started without.
+Both protect other people's devices from accidents; neither stops a user who means harm, see docs/isolation.md.  Where
+neither is available the job is refused; it is never started without isolation.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
 
-# Of a filter: major number -> (highest minor that is refused, minors that are allowed nevertheless), for character
-# devices.  Everything else is allowed.
+# The rules of a filter for character devices: major number -> (highest minor that is refused, minors that are allowed
+# nevertheless).  Everything else is allowed.
 FilterRules = Mapping[int, tuple[int, Collection[int]]]
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which nodes a job may have: minors of GPUs, and of the capabilities of MIG instances with their major."""
+    """The device nodes a job may have: minors of GPUs, and the minors and the major of MIG instances' capabilities."""
 
     gpus: frozenset[int]
     capabilities: frozenset[int] = frozenset()
-    capability_major: int | None = None  # None: the driver has none
+    capability_major: int | None = None  # None if the driver has none
     vendor: Vendor = NVIDIA
 
     def hides(self, major: int, minor: int) -> bool:
-        """Whether the character device with these numbers is another job's."""
+        """Return whether the character device with these numbers belongs to another job."""
         if major == self.vendor.major:
             return minor <= self.vendor.last_minor and minor not in self.gpus
         return major == self.capability_major and minor not in self.capabilities
 
     def rules(self) -> FilterRules:
-        """The same for a filter."""
+        """Return the rules of a filter that allows only these nodes."""
         found: dict[int, tuple[int, Collection[int]]] = {self.vendor.major: (self.vendor.last_minor, self.gpus)}
         if self.capability_major is not None:
             found[self.capability_major] = (2**20, self.capabilities)  # a minor number has 20 bits
@@ -68,10 +68,10 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Isolation:
-    """A place that is ready for the job.
+    """A namespace or cgroup that is ready for the job.
 
-    enter() is called in the job's process before it becomes its program, and raises OSError; close() when the job has
-    ended, or could not be started.
+    Call enter() in the job's process before it executes its program; it raises OSError.  Call close() when the job has
+    ended or could not be started.
     """
 
     environment: Mapping[str, str]
@@ -80,7 +80,10 @@ class Isolation:
 
 
 def check(backend: Backend) -> None:
-    """Whether jobs can be isolated here, asked before anybody waits for devices.  Raises GpuguardError: what to do."""
+    """Check that jobs can be isolated here, before anybody waits for devices.
+
+    Raises GpuguardError if they cannot; it says what to do.
+    """
     if backend.simulated:
         raise InvalidRequest(_("--isolate hides device nodes, and a simulated GPU has none: drop --isolate."))
     if os.geteuid() == 0:
@@ -92,9 +95,11 @@ def check(backend: Backend) -> None:
 def isolate(
     claim: Claim, backend: Backend, directory: LockDirectory, *, visible: str = "index", dev: str = "/dev"
 ) -> Isolation:
-    """Prepare the place of a job on the devices of *claim*, which was made in *directory*.
+    """Prepare the namespace or cgroup of a job on the devices of *claim*, which was made in *directory*.
 
-    Raises GpuguardError: it cannot be done, and nothing is left behind; BackendError.
+    Raises:
+        GpuguardError: it cannot be done, and nothing is left behind.
+        BackendError: the devices cannot be read.
     """
     nodes = nodes_of(backend.sample({MODEL, HEALTH}, [device.uuid for device in claim]).devices, claim.devices)
     environment = environment_of(claim.devices, visible)
@@ -110,17 +115,17 @@ def isolate(
                 "`nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
             ).format(missing=", ".join(missing))
         )
-    # It lets a gpuguard in the job know the directories of root's, which look like another user's to it.
+    # From this variable a gpuguard inside the job knows root's directories, which look to it like another user's.
     seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
     environment[TRUSTED] = " ".join(f"{status.st_dev}:{status.st_ino}" for status in seen if is_roots(status))
     return Isolation(environment, *prepare_namespace(hidden(nodes, dev), dev))
 
 
 def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of an isolated job; {} where it is as without isolation.
+    """Return CUDA_VISIBLE_DEVICES for an isolated job, or {} if it is the same as without isolation.
 
-    CUDA counts the devices whose nodes it can open, from 0 on.  So does it under Slurm's ConstrainDevices=yes, which
-    hands out CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers with a part of the nodes.
+    CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which
+    sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.
     """
     if visible == "uuid" or any(device.parent_uuid for device in devices):
         return {}
@@ -130,7 +135,7 @@ def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
 def nodes_of(
     facts: Sequence[Device], claimed: Sequence[Device], minors: str | None = None, majors: str = "/proc/devices"
 ) -> Nodes:
-    """The nodes of the *claimed* devices, of which the driver has told *facts*."""
+    """Return the nodes of the *claimed* devices, from the *facts* that the driver reported about them."""
     known = {device.uuid: device for device in facts}
     vendor, gpus, wanted = vendor_of(claimed[0]), set(), []
     if not vendor.major:
@@ -162,17 +167,17 @@ def nodes_of(
 
 
 def needed(nodes: Nodes, dev: str) -> list[str]:
-    """Nodes without which no job with CUDA starts."""
+    """Return the paths of the nodes without which no CUDA job starts."""
     vendor, gpus = nodes.vendor, [f"{nodes.vendor.device_node}{minor}" for minor in sorted(nodes.gpus)]
     capabilities = [f"{vendor.capability_node}{minor}" for minor in sorted(nodes.capabilities)]
     return [path.replace("/dev", dev, 1) for path in (vendor.control_node, vendor.compute_node, *gpus, *capabilities)]
 
 
 def hidden(nodes: Nodes, dev: str) -> frozenset[str]:
-    """The paths below *dev* that are nodes of other jobs' devices, whatever their names."""
+    """Return the paths below *dev* that are nodes of other jobs' devices, whatever their names are."""
     found, here = set(), os.stat(dev).st_dev
     for folder, folders, names in os.walk(dev):
-        # /dev/shm and /dev/pts are file systems of their own, in which only root could make a node.
+        # /dev/shm and /dev/pts are separate file systems, in which only root could make a node.
         folders[:] = [name for name in folders if (inner := _status(f"{folder}/{name}")) and inner.st_dev == here]
         for path in (f"{folder}/{name}" for name in names):
             seen = _status(path)
@@ -190,21 +195,21 @@ def _status(path: str) -> os.stat_result | None:
 
 # For an ordinary user: a mount namespace in which some device nodes do not exist.
 #
-# bubblewrap starts a shell in there that says its pid and waits; this process opens the two namespaces of that shell
-# and lets it end.  The job enters them by setns() just before exec, so that no bubblewrap stands between us and the
-# job: it would die of a Ctrl-C that the job survives, and would not pass signals on.
+# In that namespace bubblewrap starts a shell, which prints its pid and waits.  This process opens the two namespaces of
+# the shell and lets it end.  The job enters them with setns() just before exec, so that no bubblewrap stands between us
+# and the job: it would die of a Ctrl-C that the job survives, and it would not forward signals.
 
 _PR_SET_NO_NEW_PRIVS = 38  # prctl(2)
 
 
 def check_bubblewrap() -> None:
-    """Whether this user can have namespaces here.  Raises GpuguardError: no, and what to do."""
+    """Check that this user can have namespaces here.  Raises GpuguardError if not; it says what to do."""
     for descriptor in _build(["--dev-bind", "/", "/"]):
         os.close(descriptor)
 
 
 def prepare_namespace(hidden: Collection[str], dev: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Build a namespace without the nodes *hidden* below *dev*; how to enter it, and how to let it go."""
+    """Build a namespace without the nodes *hidden* below *dev*; return how to enter it and how to close it."""
     try:
         directory = os.getcwd()
     except FileNotFoundError:
@@ -214,17 +219,17 @@ def prepare_namespace(hidden: Collection[str], dev: str) -> tuple[Callable[[], N
     library = ctypes.CDLL(None, use_errno=True)
 
     def enter() -> None:
-        for descriptor in descriptors:  # the user namespace first: it gives the right to enter the other one
+        for descriptor in descriptors:  # the user namespace comes first: it gives the right to enter the other one
             _checked(library.setns(descriptor, 0))
         os.chdir(directory)  # setns() has put us into the root directory
-        # The capabilities in there end with exec.  Neither sudo nor a file's capabilities shall bring others.
+        # The capabilities inside the namespace end with exec.  Neither sudo nor a file's capabilities must add others.
         _checked(library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
     return enter, partial(close_all, descriptors)
 
 
 def _folder(path: str, hidden: Collection[str]) -> Iterator[str]:
-    """bubblewrap's options for a directory of nodes like *path*, without *hidden*."""
+    """Yield bubblewrap's options for a directory of nodes that is like *path*, without *hidden*."""
     yield from ("--tmpfs", path)
     with os.scandir(path) as found:
         entries = sorted(found, key=lambda entry: entry.name)
@@ -239,7 +244,7 @@ def _folder(path: str, hidden: Collection[str]) -> Iterator[str]:
 
 
 def _build(options: list[str]) -> tuple[int, int]:
-    """Descriptors of a user and a mount namespace as bubblewrap makes them."""
+    """Return descriptors of a user namespace and a mount namespace that bubblewrap has made with *options*."""
     program = shutil.which("bwrap")
     if program is None:
         raise GpuguardError(
@@ -270,7 +275,7 @@ def _build(options: list[str]) -> tuple[int, int]:
                     raise
             raise _no_namespace(shell.stderr.read().strip())
         finally:
-            shell.stdin.close()  # the shell reads to its end
+            shell.stdin.close()  # the shell ends because it has nothing left to read
 
 
 def _no_namespace(message: str) -> GpuguardError:
@@ -293,13 +298,13 @@ def _checked(result: int) -> int:
 
 # For root: a cgroup for one job, with a filter on its device nodes.
 #
-# It lies below our own cgroup, so every limit that holds for us holds for the job.  The filter goes by the numbers of
-# a node, not by its name, and lives as long as the cgroup: it stays when this process is killed.  Then only the empty
-# directory is left when the job ends, and the next isolated job removes it: a lock on the directory says whether its
-# maker still needs it.
+# The cgroup lies below our own, so every limit that holds for us holds for the job.  The filter goes by the numbers of
+# a node, not by its name.  It lives as long as the cgroup, so it stays in force when this process is killed.  In that
+# case the empty directory is left when the job ends, and the next isolated job removes it: a lock on the directory
+# tells whether its maker still needs it.
 
 PREFIX = "gpuguard-"
-_TRIES = 20  # a directory that is not locked yet may be taken for one that was left
+_TRIES = 20  # another job may take a directory that is not locked yet for a leftover, and remove it
 
 _CHARACTER = 2  # BPF_DEVCG_DEV_CHAR of linux/bpf.h: the low half of access_type
 
@@ -311,19 +316,19 @@ _LOAD_WORD, _AND, _MOVE, _EXIT, _JUMP_EQUAL, _JUMP_NOT_EQUAL, _JUMP_ABOVE = 0x61
 _SYSCALL_BPF = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "loongarch64": 280, "ppc64le": 361}
 _PROG_LOAD, _PROG_ATTACH = 5, 8
 _PROG_TYPE_CGROUP_DEVICE, _ATTACH_CGROUP_DEVICE = 15, 6
-# Beside the programs of systemd (DeviceAllow=) and of outer jobs: an open must pass all of them.
+# The filter is attached beside the programs of systemd (DeviceAllow=) and of outer jobs: an open must pass all of them.
 _ALLOW_MULTI = 2
-_ATTRIBUTES_SIZE = 128  # zeros behind what an older kernel knows are accepted
+_ATTRIBUTES_SIZE = 128  # an older kernel accepts zeros after the fields that it knows
 
 
 def check_device_filter() -> None:
-    """Whether root can filter devices here.  Raises GpuguardError: no, and why."""
+    """Check that root can filter devices here.  Raises GpuguardError if not; it says why."""
     own_cgroup()
     os.close(_load_filter({}))
 
 
 def filter_program(rules: FilterRules) -> bytes:
-    """The filter's instructions."""
+    """Return the instructions of a filter for *rules*."""
     code: list[tuple[int, int, int, int, str | None]] = []  # opcode, registers, offset, constant, where it jumps to
     places: dict[str, int] = {}
 
@@ -352,7 +357,7 @@ def filter_program(rules: FilterRules) -> bytes:
 
 
 def _load_filter(rules: FilterRules) -> int:
-    """Hand the filter to the kernel, which checks it; its descriptor."""
+    """Hand the filter to the kernel, which checks it, and return its descriptor."""
     instructions = filter_program(rules)
     code = ctypes.create_string_buffer(instructions, len(instructions))
     licence = ctypes.create_string_buffer(b"Proprietary")  # the kernel's word for "calls none of the GPL functions"
@@ -360,7 +365,7 @@ def _load_filter(rules: FilterRules) -> int:
     attributes = struct.pack("=IIQQ", _PROG_TYPE_CGROUP_DEVICE, len(instructions) // 8, *addresses)
     try:
         descriptor = bpf(_PROG_LOAD, attributes)
-    except OSError as error:  # EPERM without the right to do it, ENOSYS or EINVAL where there are no such programs
+    except OSError as error:  # EPERM without the right to do it, ENOSYS or EINVAL if the kernel has no such programs
         raise _no_filter(
             _("the kernel takes no device filter from us ({strerror})").format(strerror=error.strerror)
         ) from error
@@ -369,7 +374,7 @@ def _load_filter(rules: FilterRules) -> int:
 
 
 def bpf(command: int, attributes: bytes) -> int:
-    """bpf(2), which the C library does not have.  Raises OSError."""
+    """Call bpf(2), for which the C library has no function.  Raises OSError."""
     machine = os.uname().machine
     if machine not in _SYSCALL_BPF:
         raise OSError(errno.ENOSYS, f"the number of bpf(2) on {machine} is not known")
@@ -382,7 +387,7 @@ def bpf(command: int, attributes: bytes) -> int:
 
 
 def prepare_cgroup(rules: FilterRules, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Make the cgroup of the job *name*, with a filter for *rules*; how to enter it, and how to remove it."""
+    """Make the cgroup of the job *name*, with a filter for *rules*; return how to enter it and how to remove it."""
     parent = own_cgroup()
     sweep(parent)
     filter_ = _load_filter(rules)
@@ -406,7 +411,7 @@ def prepare_cgroup(rules: FilterRules, name: str) -> tuple[Callable[[], None], C
 
     def close() -> None:
         os.close(processes)
-        with suppress(OSError):  # a process that is left keeps it, with the filter
+        with suppress(OSError):  # a process that is left keeps the cgroup, with its filter
             os.rmdir(path)
         os.close(directory)
 
@@ -422,15 +427,18 @@ def sweep(parent: str) -> None:
             directory = os.open(f"{parent}/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             continue  # another job was quicker
-        with suppress(OSError):  # its maker lives, or a process is left in it
+        with suppress(OSError):  # its maker still lives, or a process is left in it
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rmdir(f"{parent}/{name}")
         os.close(directory)
 
 
 def own_cgroup() -> str:
-    """The directory of our own cgroup (version 2).  Raises GpuguardError: there is none that we can see and write."""
-    # What users name may hold any other end of a line.
+    """Return the directory of our own cgroup (version 2).
+
+    Raises GpuguardError if there is none that we can see and write.
+    """
+    # Users choose names of cgroups, which may contain any other line ending.
     with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
     for mount in mounts():
@@ -444,12 +452,12 @@ def own_cgroup() -> str:
 
 
 def _make_cgroup(path: str) -> int:
-    """Make the directory and lock it."""
+    """Make the directory and lock it; return its descriptor."""
     for _attempt in range(_TRIES):
         try:
             os.mkdir(path)
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # swept already
+        except FileNotFoundError:  # another job has already removed it
             continue
         fcntl.flock(directory, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):

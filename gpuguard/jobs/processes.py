@@ -1,9 +1,10 @@
 """The processes of a job: how they are started, ended one signal after the other, and waited for.
 
-Started as if nothing stood before them: their signals, exit code and error messages.  Ended by an escalation: of the
-time limit, of another limit that is reached, or of a request to stop; the first that begins goes on to its end.  Waited
-for until none of them uses the devices and the memory is really free: else the next job gets a device that is full.
-Does not judge limits (see limits), and prints and records nothing: see run.
+They start as if gpuguard were not there: with the same signals, exit code and error messages.  They are ended by an
+escalation, which begins with the time limit, with another limit that is reached, or with a request to stop; the first
+escalation that begins goes on to its end.  They are waited for until none of them uses the devices and the memory is
+really free, because otherwise the next job gets a device that is full.  Does not judge limits (see limits), and prints
+and records nothing: see run.
 """
 
 from __future__ import annotations
@@ -48,28 +49,30 @@ NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
 
 DRAIN_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
-# On a shared device what a neighbour leaves looks the same, so waiting ends when the driver usually is ready.
+# On a shared device the memory of a neighbour's dead process looks the same, so waiting ends when the driver is usually
+# done.
 SHARED_DRAIN_SECONDS = 2.0
 QUIET_SECONDS = 2.0  # before that no user wonders why the prompt does not come back
 POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory is being freed
-TRIES = 100  # of a read that finds no file or memory, each after the first of these pauses
+TRIES = 100  # of a call that finds no free file or memory; the first of these pauses lies between two tries
 MOST_NAMED = 5  # of the processes that a job leaves
-USER_POLL_SECONDS = 5.0  # between two samples while a process outlives the job; the end of an adopted one wakes us
+# Between two samples while a process outlives the job.  The end of an adopted process wakes us earlier.
+USER_POLL_SECONDS = 5.0
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _SELF = "gpuguard run"  # as the author of an answer
 
 
 def descendants() -> dict[int, float]:
-    """Living processes below this one, with those it adopted: pid -> start time in seconds since boot."""
+    """Return the living processes below this one, adopted ones included: pid -> start time in seconds since boot."""
     return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
 
 
 def job_processes(others: Collection[Process], claim_id: str, command: int = 0) -> dict[int, float]:
-    """The descendants() that belong to the job: without *others*, workers of ours, and what either has started.
+    """Return the descendants() that belong to the job: not *others*, our workers, or processes that these started.
 
-    What *others* have started and left behind is adopted like what the job leaves.  So where there are others, what
-    was adopted is the job's only if it was started with the id of its claim in its environment.
+    This process adopts what *others* have started and left behind, just like what the job leaves.  So if there are
+    others, an adopted process is the job's only if it was started with the id of the job's claim in its environment.
 
     Args:
         others: see processes_before_the_job().
@@ -90,32 +93,32 @@ def job_processes(others: Collection[Process], claim_id: str, command: int = 0) 
             found[pid] = stat.start_time
         else:
             excluded.add(pid)
-    # One that forks and ends while /proc is read is not seen in its child; but what it leaves becomes a child of ours.
+    # The child of a process that forks and ends while /proc is read may be missed; but it becomes a child of ours.
     return found or {pid: start for pid, start in children() or () if is_of_the_job(pid, own, start)}
 
 
 def _born_under(claim_id: str, pid: int) -> bool:
-    """Whether the process was started with the claim in its environment; False also where that cannot be read."""
+    """Return whether the process was started with the claim in its environment, or False if that cannot be read."""
     environment = procfs.read_memory(pid, "environ", 2**20) or b""
     return f"GPUGUARD_CLAIM={claim_id}".encode() in environment.split(b"\0")
 
 
 def children() -> frozenset[Process] | None:
-    """What this process started or adopted and has not reaped; None: the kernel does not say."""
+    """Return what this process started or adopted and has not reaped, or None if the kernel does not say."""
     stats = procfs.own_children()
     return None if stats is None else frozenset((pid, stat.start_time) for pid, stat in stats.items())
 
 
 def processes_before_the_job() -> frozenset[Process]:
-    """What already runs below this process: where a script became it by exec, all that the script has started."""
+    """Return the processes that already run below this one: if a script became it by exec, all that it has started."""
     before = patiently(children)
     if before is not None and {pid for pid, _start in before} <= spawn.worker_pids():
-        return frozenset(before)  # as a rule: then the processes of the machine need not be read
+        return frozenset(before)  # the usual case, in which the processes of the machine need not be read
     return frozenset(patiently(descendants).items())
 
 
 def patiently(call: Callable[..., Any], *words: Any, **more: Any) -> Any:
-    """What *call* returns, tried again for a while where no file or memory is left: the job runs, and needs us."""
+    """Return what *call* returns; if no file or memory is left, try again for a while, because the job needs us."""
     for _attempt in range(TRIES):
         try:
             return call(*words, **more)
@@ -126,23 +129,23 @@ def patiently(call: Callable[..., Any], *words: Any, **more: Any) -> Any:
     return call(*words, **more)
 
 
-# Starting them: as a child, or in place of this process.
+# Starting the processes of a job: as a child, or in place of this process.
 
 
 def become_subreaper() -> None:
-    """Adopt what the job leaves behind, so that a process that outlives it can be seen and waited for."""
+    """Make this process adopt what the job leaves, so that a process that outlives it can be seen and waited for."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def callers_variables() -> dict[str, str]:
-    """os.environ without LC_CTYPE where only this interpreter has set it (PEP 538), as in cron, which has no locale."""
+    """Return os.environ without LC_CTYPE if only this interpreter set it (PEP 538), as in cron, which has no locale."""
     variables = dict(os.environ)
     if variables.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8"):
         try:
-            with open("/proc/self/environ", "rb") as came:  # what exec brought along: setenv() does not reach it
+            with open("/proc/self/environ", "rb") as came:  # the environment at exec, which setenv() does not change
                 if b"\0LC_CTYPE=" not in b"\0" + came.read():
                     del variables["LC_CTYPE"]
-        except OSError:  # hidden: it does no harm
+        except OSError:  # it is hidden, and keeping LC_CTYPE does no harm
             pass
     return variables
 
@@ -158,13 +161,13 @@ def start(
 
     Args:
         pass_fds: descriptors that the program inherits.
-        blocked: signals that are blocked here from before the fork on; the program does not see that.
+        blocked: signals that are blocked in this process from before the fork on; the program does not see that.
         enter: called in the new process; puts it into its namespaces or cgroup.
 
     Returns:
-        Its pid, and a descriptor from which the errno of a failed exec can be read, as a number in ASCII.
+        The new pid, and a descriptor from which the errno of a failed exec can be read, as a number in ASCII.
     """
-    report, child_report = patiently(os.pipe)  # a user who has waited for hours shall not lose the devices for that
+    report, child_report = patiently(os.pipe)  # a user who has waited for hours must not lose the devices over this
     # An ignored SIGCHLD would make the kernel reap the job and keep its exit status to itself.
     children_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -188,19 +191,20 @@ def execute(
     mask: Collection[int] | None = None,
     enter: Callable[[], None] | None = None,
 ) -> int:
-    """Exec with the signal dispositions that this process was started with; returns the errno when that fails."""
-    # Python ignores SIGPIPE and SIGXFSZ from its start on; whatever else is ignored was inherited (nohup) and stays so.
+    """Exec with the signal dispositions that this process was started with; return the errno if that fails."""
+    # Python ignores SIGPIPE and SIGXFSZ from its start on.  Any other ignored signal was inherited (nohup) and stays
+    # ignored.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would swallow a Ctrl-C between here and exec
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would swallow a Ctrl-C between here and exec
     try:
         for descriptor in pass_fds:
             os.set_inheritable(descriptor, True)
         if enter is not None:
             try:
                 enter()
-            except OSError as error:  # a job that was to be isolated is never started without it
+            except OSError as error:  # a job that was to be isolated is never started without isolation
                 why = _("the job could not be isolated ({strerror}), so it was not started").format(
                     strerror=error.strerror
                 )
@@ -216,9 +220,10 @@ def execute(
 
 
 def exec_fault(program: str) -> int | None:
-    """The errno with which execute() of *program* would fail by now; None: it is there, or only exec can tell.
+    """Return the errno with which execute() of *program* would fail now, or None if it is there or only exec can tell.
 
-    It is looked for as exec does: without a slash in our PATH, which the job gets, else from this directory on.
+    This function searches as exec does: a name without a slash in our PATH, which the job inherits, and any other name
+    from this directory on.
     """
     if not program:
         return errno.ENOENT
@@ -227,7 +232,7 @@ def exec_fault(program: str) -> int | None:
         try:
             is_executable = S_ISREG(os.stat(path).st_mode) and os.access(path, os.X_OK)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):  # as of a file server that is away
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):  # such as a file server that is down
                 return None
             fault = errno.EACCES if error.errno == errno.EACCES else fault
             continue
@@ -238,7 +243,7 @@ def exec_fault(program: str) -> int | None:
 
 
 def failure(program: str, code: int) -> tuple[int, str]:
-    """Exit code and message for a *program* that could not be started, as a shell has them."""
+    """Return the exit code and the message for a *program* that could not be started, as a shell gives them."""
     reason, is_missing = os.strerror(code), code in (errno.ENOENT, errno.ENOTDIR)
     is_absent, is_denied, is_script = code == errno.ENOENT, code == errno.EACCES, program.endswith(".py")
     variable, has_value, _value = program.partition("=")
@@ -266,7 +271,7 @@ def failure(program: str, code: int) -> tuple[int, str]:
     return EXIT_NOT_FOUND if is_missing else EXIT_NOT_EXECUTABLE, f"{program or repr(program)}: {text}"
 
 
-# Ending them.
+# Ending the processes of a job.
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,7 @@ class EscalationStep:
     pause: float  # seconds until the next one is due
     kind: EventKind  # of its event
     why: str
-    short_why: str  # for the owner, who has read the whole before
+    short_why: str  # for the owner, who has already read the full reason
     limit: str | None = None  # "memory-limit"
 
     @property
@@ -287,20 +292,21 @@ class EscalationStep:
 
     @property
     def words(self) -> str:
-        """For the owner of the job."""
+        """The sentence that tells the owner of the job about it."""
         target = _("the job and all its processes") if self.signum == signal.SIGKILL else _("the job")
         return _("{why}: {signal} to {target}.").format(why=translated(self.short_why), signal=self.name, target=target)
 
 
 class Escalation:
-    """Which signal comes next, and when; times are in seconds of time.monotonic().
+    """Decides which signal comes next, and when.  Times are in seconds of time.monotonic().
 
-    SIGTERM comes *time_limit* seconds after *began*, SIGKILL a *grace* later; *checkpoint* a grace before SIGTERM.
+    SIGTERM comes *time_limit* seconds after *began*, and SIGKILL *grace* seconds after SIGTERM.  The signal
+    *checkpoint*, if any, comes *grace* seconds before SIGTERM.
     """
 
     def __init__(self, began: float, time_limit: float | None, grace: float, checkpoint: int | None) -> None:
         self.due = NEVER  # when the next signal is to be sent
-        self.why: str | None = None  # the last one was sent
+        self.why: str | None = None  # the reason for the last signal, None before the first one
         self._grace, self._checkpoint = grace, checkpoint
         self._ahead: tuple[EscalationStep, ...] = ()
         if time_limit is None:
@@ -308,14 +314,14 @@ class Escalation:
         over = N_("the time limit is over")
         self.due, self._ahead = began + time_limit, self._last_steps("time limit", over, over)
         if checkpoint:
-            # Never at once: a job in its first moments has no handler yet, and would end of the signal.
+            # Never send it at once: a job that has just started has no handler yet, and the signal would end it.
             early = min(grace, time_limit / 2)
             soon = f"{over} in {format_duration(early)}"
             self.due -= early
             self._ahead = (EscalationStep(checkpoint, early, "time limit", soon, soon), *self._ahead)
 
     def begin(self, now: float, kind: EventKind, why: str, limit: str | None = None) -> None:
-        """Begin an escalation at once, unless another one goes on already."""
+        """Begin an escalation at once, unless another one is already under way."""
         if self.why is not None:
             return
         short_why = N_("the grace is over") if self._checkpoint else why
@@ -324,7 +330,7 @@ class Escalation:
             self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
 
     def next_step(self, now: float) -> EscalationStep | None:
-        """The next signal if it is due."""
+        """Return the next step if it is due, or None, and move on to the step after it."""
         if now < self.due:
             return None
         step, *ahead = self._ahead
@@ -341,27 +347,27 @@ class Escalation:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped now."""
+    """Return whether a process is stopped now."""
     stat = patiently(read_stat, pid)
     return stat is not None and stat.state == "T"
 
 
 def signal_job(pid: int, pidfd: int, signum: int) -> None:
-    """Signal the command itself, which decides what becomes of its children."""
+    """Signal the command itself, which decides what happens to its children."""
     signals.forward(pidfd, signum)
     if is_stopped(pid):  # a stopped process keeps the signal pending
         signals.forward(pidfd, signal.SIGCONT)
 
 
 def signal_tree(signum: int, family: Callable[[], dict[int, float]]) -> int:
-    """Signal every living process of the job, as *family* finds them; returns how many there were."""
+    """Signal every living process of the job, as *family* finds them; return how many there were."""
     living: dict[int, float] = patiently(family)
     for pid, started in living.items():
         try:
             pidfd = patiently(os.pidfd_open, pid)
         except ProcessLookupError:
             continue
-        stat = patiently(read_stat, pid)  # read behind the pidfd: it is still the one that was found below us
+        stat = patiently(read_stat, pid)  # read after the pidfd was opened, to signal only the process that was found
         if stat and stat.start_time == started:
             signals.forward(pidfd, signum)
         os.close(pidfd)
@@ -369,7 +375,10 @@ def signal_tree(signum: int, family: Callable[[], dict[int, float]]) -> int:
 
 
 def kill_tree(reap: Callable[[], None], family: Callable[[], dict[int, float]]) -> None:
-    """SIGKILL all of the job, as *family* finds it, until none is left; *reap* collects those that have ended."""
+    """Send SIGKILL to all processes of the job, as *family* finds them, until none is left.
+
+    *reap* collects those that have ended.
+    """
     until = time.monotonic() + KILL_SECONDS
     while signal_tree(signal.SIGKILL, family) and time.monotonic() < until:
         signal.sigtimedwait({signal.SIGCHLD}, 0.02)
@@ -379,11 +388,11 @@ def kill_tree(reap: Callable[[], None], family: Callable[[], dict[int, float]]) 
 def answer_release_request(
     request: ReleaseRequest, claim: Claim, backend: Backend, escalation: Escalation, notify: Callable[[str], None]
 ) -> None:
-    """Answer *request*: end the job, or release the devices without.
+    """Answer *request*: end the job, or release the devices without ending it.
 
-    Who may write there is decided by the kernel (see claims.records).  Devices are released only while no process of
-    the job computes on them, by a sample of our own; what cannot be seen counts as a process.  What is promised is done
-    by the next reassert() of the claim, or by *escalation*.
+    The kernel decides who may write such a request (see claims.records).  Devices are released only while no process of
+    the job computes on them, which a sample of our own must show; what cannot be read counts as a process.  The next
+    reassert() of the claim, or *escalation*, does what the answer promises.
     """
     if request.what == STOP:
         answer = ReleaseRequest(ENDING, _SELF)
@@ -411,7 +420,7 @@ def answer_release_request(
 
 
 def _in_use(claim: Claim, backend: Backend) -> str | None:
-    """Why the devices cannot be released now: a process of the job computes there, or that is unknown."""
+    """Return why the devices cannot be released now: a process of the job computes there, or may do so.  Or None."""
     fields = {MEMORY, PROCESSES, PROCESS_DETAILS} | ({HEALTH} if any(device.parent_uuid for device in claim) else set())
     uuids, uid = tuple(device.uuid for device in claim), os.geteuid()
     try:
@@ -422,11 +431,14 @@ def _in_use(claim: Claim, backend: Backend) -> str | None:
     return in_use(ClaimRecord(claim.id, uid, user_name(uid), uuids, pid=os.getpid(), holders=holders), snapshot)
 
 
-# Waiting until they and the memory are gone.  Reads only.
+# Waiting until the processes have ended and the memory is free.  This part only reads.
 
 
 class StillInUse(Exception):
-    """*signum* cut the waiting short while *pids* of the job (*words*) live: the claim is theirs if they hold it."""
+    """*signum* cut the waiting short while *pids* of the job still live; the claim is theirs if they hold it.
+
+    *words* describes these processes.
+    """
 
     def __init__(self, signum: int, pids: Collection[int], words: str) -> None:
         super().__init__(words)
@@ -439,25 +451,25 @@ class Drain:
 
     devices: Sequence[Device]  # as they were before the job
     backend: Backend
-    pause: Callable[[float], int | None]  # up to so many seconds; a signal that asks us to stop waiting
+    pause: Callable[[float], int | None]  # takes up to so many seconds; returns a signal that asks us to stop waiting
     notify: Callable[[str], None]  # gets a text when the user would wonder why it takes so long
-    count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None: it is not wanted
+    count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None if nobody counts
     tolerance: int  # bytes above the state before the job that count as free
-    others: frozenset[Process] = frozenset()  # below this process from before the job
+    others: frozenset[Process] = frozenset()  # that ran below this process before the job
     longest: float = DRAIN_SECONDS  # to wait for memory that no process holds any more
-    # Seconds for which processes that use no device keep the claim; asked for when there are any.
+    # Returns the seconds for which processes that use no device keep the claim; called only if there are any.
     leftover: Callable[[], float] = lambda: NEVER
     claim_id: str = ""
 
     def wait_until_free(self) -> EndOfClaim:
-        """Wait until no process of the job needs the devices and their memory is back where it was: the outcome.
+        """Wait until no process of the job needs the devices and their memory is back where it was.
 
-        Raises StillInUse: a signal came while processes of the job still live.
+        Returns the outcome.  Raises StillInUse if a signal comes while processes of the job still live.
         """
         snapshot = None
-        with suppress(BackendError):  # what lives is seen without a driver
-            # A list of processes is the dearest that a driver can be asked for: not where no process of the job lives,
-            # and the devices hold no more than before whatever is on it.
+        with suppress(BackendError):  # living processes are seen without a driver
+            # A list of processes is the most expensive thing to ask a driver for.  It is not read if no process of the
+            # job lives and the devices hold no more than before, whatever holds it.
             living = children()
             if living is not None and living <= self.others and self._is_clear(self._sample((MEMORY,))):
                 return "settled"
@@ -469,10 +481,10 @@ class Drain:
             return "driver unreachable"
 
     def _wait_for_processes(self, snapshot: Snapshot | None) -> Snapshot | None:
-        """Wait for those that use a device, and as long as leftover() says for the others: the last snapshot."""
+        """Wait for processes that use a device, and for others as long as leftover() says; return the last snapshot."""
         known: set[int] = set()
         began = used = time.monotonic()
-        delay, notified, keep = POLL_SECONDS[0], False, -1.0  # until it is asked for
+        delay, notified, keep = POLL_SECONDS[0], False, -1.0  # until leftover() is called
         while living := job_processes(self.others, self.claim_id):
             now, users = time.monotonic(), users_of(snapshot, self.devices, living) if snapshot else {}
             words = _in_words(users) if users else _named(living)
@@ -505,7 +517,7 @@ class Drain:
             if signum := self.pause(USER_POLL_SECONDS if users else delay):
                 raise StillInUse(signum, users or living, words)
             delay = min(delay * 1.5, USER_POLL_SECONDS)
-            with suppress(BackendError):  # those that were seen to use a device are believed to use it while they live
+            with suppress(BackendError):  # a process that was seen to use a device is taken to use it while it lives
                 snapshot = self._sample()
         return snapshot
 
@@ -528,7 +540,7 @@ class Drain:
         return "settled"
 
     def _is_clear(self, snapshot: Snapshot) -> bool:
-        """Whether the devices hold no more than before the job, whatever holds it."""
+        """Return whether the devices hold no more memory than before the job, whatever holds it."""
         for before in self.devices:
             now, used_before = snapshot.device(before.uuid), _unaccounted(before)
             if now is None or now.memory_used is None or used_before is None:
@@ -547,7 +559,10 @@ class Drain:
 
 
 def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Those of the pids *family* that use *devices*: pid -> the indices of those.  An unknown list names none."""
+    """Return the pids of *family* that use *devices*: pid -> the indices of these devices.
+
+    A device whose list of processes is unknown contributes none.
+    """
     users: dict[int, tuple[int, ...]] = {}
     for device in devices:
         now = snapshot.device(device.uuid)
@@ -558,7 +573,7 @@ def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[i
 
 
 def _named(living: Collection[int]) -> str:
-    """``"2 processes of it still run (pid 4321 tmux, pid 4322 python)"``."""
+    """Return ``"2 processes of it still run (pid 4321 tmux, pid 4322 python)"``."""
     names = [f"pid {pid} {_name(pid)}" for pid in sorted(living)]
     more = _(", and {count} more").format(count=len(names) - MOST_NAMED) if len(names) > MOST_NAMED else ""
     listed = f"{', '.join(names[:MOST_NAMED])}{more}"
@@ -568,14 +583,17 @@ def _named(living: Collection[int]) -> str:
 
 
 def _residue(snapshot: Snapshot, before: Device) -> int:
-    """Bytes that the device holds for no process, above the state before the job; 0 when that cannot be known."""
+    """Return the bytes that the device holds for no process, beyond those before the job, or 0 if unknown."""
     now = snapshot.device(before.uuid)
     used_now, used_before = _unaccounted(now) if now else None, _unaccounted(before)
     return 0 if used_now is None or used_before is None else used_now - used_before
 
 
 def _unaccounted(device: Device) -> int | None:
-    """Used bytes without those of living processes: what a dead one leaves is what has to be freed."""
+    """Return the used bytes without those of living processes, or None if unknown.
+
+    The driver has yet to free what a dead process leaves.
+    """
     if device.memory_used is None:
         return None
     living = [process for process in device.processes or () if os.path.exists(f"/proc/{process.pid}")]
@@ -585,7 +603,7 @@ def _unaccounted(device: Device) -> int | None:
 
 
 def _in_words(users: dict[int, tuple[int, ...]]) -> str:
-    """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
+    """Return ``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
     texts = []
     for pid, indices in users.items():
         texts.append(
