@@ -1,6 +1,7 @@
-"""Values: what a machine looked like at one moment, and what rules find there.  Frozen, base units, None = unknown.
+"""Values: a machine at one moment, and what rules find there.  They are frozen, in base units, and None if unknown.
 
-Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not read anything: see backends.
+The units are bytes, percent (0..100), degrees Celsius, watts, joules, MHz and seconds.  Does not read anything: see
+backends.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
 
     from gpuguard.policies.view import RuleKind
 
-# What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.  Each
-# field of Device names its group.  The numbers are driver calls per device; index and uuid always come along.
+# The groups of fields that a sample can read.  A caller names the groups that it needs, and no driver call is made for
+# the others.  Each field of Device names its group.  The numbers are driver calls per device; index and uuid are always
+# read.
 MEMORY = "memory"  # 1
 PROCESSES = "processes"  # 1..3
 IDLE_PROCESSES = "idle_processes"  # PROCESSES, but not where memory_used says already that the device is busy
-PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its utilization
+PROCESS_DETAILS = "process_details"  # 1    user, command etc. of a process (from /proc) and its utilization
 UTILIZATION = "utilization"  # 1..2
 HEALTH = "health"  # ~4   expands MIG instances
 MODEL = "model"  # 5, once
@@ -29,23 +31,25 @@ ECC = "ecc"  # 9
 MEDIA = "media"  # 4
 PCIE = "pcie"  # 4    of which the throughput takes 20 ms in each direction
 NVLINK = "nvlink"  # up to 18
-NVLINK_FLOW = "nvlink_flow"  # 1    the first look has nothing to go by
+NVLINK_FLOW = "nvlink_flow"  # 1    unknown in the first sample, which has none before it to compare with
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
 SLOW_GROUPS = frozenset({PCIE})  # a driver needs 40 ms for each device
-# No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and give a temperature
-# and a power draw of a moment ago.
+# This is no group.  With it a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and
+# return a temperature and a power draw that were read a moment ago.
 BRIEF = "brief"
 
-BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
-# What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
+# From so many bytes in use on IDLE_PROCESSES does not read the list of processes, because no idle device holds as much.
+BUSY_MEMORY = 2 * 2**30
+# Memory that an idle device may still hold.  NVIDIA's resiliency extension also takes memory as freed below 512 MB.
 IDLE_TOLERANCE = 512 * 2**20
-# What programs that draw may hold of a device, for each user, before they count as use.  A desktop with a browser and a
-# video call has 1 to 2 GB; what computes by Vulkan or OpenGL is listed in the same way, and has as much as it likes.
+# Memory of a device that each user's programs that draw may hold before they count as use.  A desktop with a browser
+# and a video call has 1 to 2 GB.  Programs that compute by Vulkan or OpenGL are listed in the same way, and may hold
+# any amount.
 DESKTOP_MEMORY = 2 * 2**30
 MOST_DESKTOP_MEMORY = 8 * 2**30  # the most that a site may set
 DRAWING = frozenset({"graphics", "compute+graphics"})  # the kinds of processes that draw
 
-SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.Allocator
+SELECT_FIELDS = frozenset({MEMORY})  # the processes are read of the chosen devices alone: see lock.Allocator
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
@@ -64,7 +68,7 @@ class GpuProcess:
     start_time: float | None = None  # seconds since boot, /proc/PID/stat field 22
     uid: int | None = None
     user: str | None = None
-    ended: bool = False  # there is no such process any more, but the driver still lists it
+    ended: bool = False  # the process has ended, but the driver still lists it
     utilization: float | None = None  # percent of the SMs
     memory_utilization: float | None = None  # percent of the time in which it read or wrote memory
     encoder_utilization: float | None = None  # percent
@@ -78,39 +82,39 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class DeviceField:
-    """What is true of a field of Device wherever it is read, checked, recorded, shown or judged.
+    """The facts about a field of Device, wherever it is read, checked, recorded, shown or judged.
 
-    How a backend reads it stands in that backend: NVML's call in backends/nvml_fields.py, nvidia-smi's place in
-    backends/smi.py.
+    How a backend reads the field is defined in that backend: NVML's call in backends/nvml_fields.py, the place in
+    nvidia-smi's output in backends/smi.py.
     """
 
     name: str
     type: str  # as it is written in Device: "float | None"
     group: str  # with which it is read
-    unit: str = ""  # B, B/s, %, C, W, J or MHz; "": a plain number, a text or a truth value
-    plausible: tuple[float, float] | None = None  # a number below or above is no reading
-    of_board: bool = False  # a MIG instance has it from its GPU
-    harmless: bool = False  # a text that tells nothing of users and of this one machine; numbers never do
+    unit: str = ""  # B, B/s, %, C, W, J or MHz; "" for a plain number, a text or a truth value
+    plausible: tuple[float, float] | None = None  # a number outside this range is no reading
+    of_board: bool = False  # a MIG instance has the value of its GPU
+    harmless: bool = False  # a text that reveals nothing about users or this particular machine; numbers never do
     metric: tuple[str, str] | None = None  # its name after gpuguard_device_, and its help
     query: tuple[str, str] | None = None  # nvidia-smi's name for it, and its help in `gpuguard query`
     expression: tuple[str, str] | None = None  # its name in the rule `expression`, and its help there
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a number, and no truth value."""
+        """Whether the field is a number, and no truth value."""
         return self.type.startswith(("int", "float"))
 
     def number(self, value: float) -> float:
-        """Give *value* the type that the field has."""
+        """Convert *value* to the type of the field."""
         return int(value) if self.type.startswith("int") else float(value)
 
     def holds(self, value: float | str) -> bool:
-        """Whether a driver that works can report *value*."""
+        """Return whether a driver that works can report *value*."""
         return self.plausible is None or self.plausible[0] <= value <= self.plausible[1]  # type: ignore[operator]
 
     @property
     def masked(self) -> bool:
-        """Whether a recording for others must not have it as it is."""
+        """Whether a recording that is given to others must not contain the field unchanged."""
         return not (self.harmless or self.is_number or self.type.startswith("bool"))
 
 
@@ -136,13 +140,13 @@ class Device:
     # As in /proc/PID/status Cpus_allowed_list: "0-15,32-47".
     cpu_affinity: str | None = read_with(MODEL, of_board=True, harmless=True)
     vendor: str = "nvidia"  # a row of vendors.VENDORS
-    ordinal: int | None = None  # its index among the devices of its vendor; None: no other vendor's come before it
+    ordinal: int | None = None  # its index among its vendor's devices; None if no other vendor's come before it
 
     memory_total: int | None = read_with(
         MEMORY, "B", metric=("memory_total_bytes", "Memory of the GPU."), query=("memory.total", "installed"),
         expression=("device_memory_total", "of the GPU"),
     )  # fmt: skip
-    # Without memory_reserved where the driver tells them apart.
+    # Without memory_reserved if the driver tells them apart.
     memory_used: int | None = read_with(
         MEMORY, "B", metric=("memory_used_bytes", "Memory in use."), query=("memory.used", "by contexts"),
         expression=("device_memory_used", "by all processes"),
@@ -151,15 +155,15 @@ class Device:
         MEMORY, "B", metric=("memory_free_bytes", "Memory that is free."), query=("memory.free", "free"),
         expression=("device_memory_free", "of the GPU"),
     )  # fmt: skip
-    # What driver and firmware keep; None: contained in memory_used.
+    # Kept by driver and firmware; None if it is contained in memory_used.
     memory_reserved: int | None = read_with(
         MEMORY, "B", metric=("memory_reserved_bytes", "Memory that driver and firmware keep."),
         query=("memory.reserved", "by driver and firmware"),
     )  # fmt: skip
-    processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None: the driver gives no list
-    processes_plausible: bool = True  # False: no action may go by this list
+    processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None if the driver gives no list
+    processes_plausible: bool = True  # if False, no action may rely on this list
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
-    # Percent of time in which a kernel ran, mean of the driver's sample buffer.
+    # Percent of the time in which a kernel ran, as the mean of the driver's sample buffer.
     utilization: float | None = read_with(
         UTILIZATION, "%", (0, 100), metric=("utilization_ratio", "Share of time in which a kernel ran, 0 to 1."),
         query=("utilization.gpu", "time in which a kernel ran"), expression=("utilization", "of the GPU"),
@@ -170,7 +174,7 @@ class Device:
         expression=("memory_utilization", "of its memory's bandwidth"),
     )  # fmt: skip
 
-    # None: not read; (): healthy; else "lost", "reset required", ...
+    # None if not read, () if healthy, otherwise "lost", "reset required", ...
     problems: tuple[str, ...] | None = read_with(HEALTH)
     # default, exclusive_process, prohibited
     compute_mode: str | None = read_with(
@@ -282,25 +286,25 @@ class Device:
     pcie_rx: float | None = read_with(PCIE, "B/s", (0, 10**12))
     # (link number, pci bus id of the other end), active only
     nvlink_links: tuple[tuple[int, str], ...] | None = read_with(NVLINK)
-    nvlink_tx: float | None = read_with(NVLINK_FLOW, "B/s", (0, 10**13))  # over all links, mean since the look before
+    nvlink_tx: float | None = read_with(NVLINK_FLOW, "B/s", (0, 10**13))  # over all links, mean since the last sample
     nvlink_rx: float | None = read_with(NVLINK_FLOW, "B/s", (0, 10**13))
-    # (link number, tx, rx) of each link that tells
+    # (link number, tx, rx) of each link that reports them
     nvlink_flow: tuple[tuple[int, float, float], ...] | None = read_with(NVLINK_FLOW, harmless=True)
 
     @property
     def number(self) -> int:
-        """What the variables of its vendor call it: its index among the devices of that vendor."""
+        """The number that its vendor's variables use for it: its index among the devices of that vendor."""
         return self.index if self.ordinal is None else self.ordinal
 
     @property
     def label(self) -> str:
-        """What people call it: ``"3"``; a MIG instance of GPU 3 is ``"3.1"``, with its GPU instance id."""
+        """The name that people use: ``"3"``, or for a MIG instance of GPU 3 ``"3.1"``, with its GPU instance id."""
         if self.parent_uuid is None:
             return str(self.index)
         return f"{self.index}.{'?' if self.gpu_instance_id is None else self.gpu_instance_id}"
 
 
-# Every field of Device that is read with a group, in their order.
+# Every field of Device that is read with a group, in the order of the class.
 DEVICE_FIELDS: Mapping[str, DeviceField] = {
     field.name: DeviceField(field.name, str(field.type), **field.metadata) for field in fields(Device) if field.metadata
 }
@@ -310,7 +314,7 @@ GROUPED_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 OF_THE_BOARD = tuple(field.name for field in DEVICE_FIELDS.values() if field.of_board)
 
-# The reasons of gaps that waiting does not fill, as the backends word them.
+# The reasons of gaps that stay however long you wait, as the backends word them.
 _NEVER_TOLD = frozenset({
     "not supported", "this driver does not have it", "deprecated in this driver",  # of NVML
     "[not supported]", "n/a", "[n/a]", "nvidia-smi does not tell it",
@@ -329,13 +333,13 @@ class Gap:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the driver will not tell it later either, as far as its reason says."""
+        """Whether, as far as the reason says, the driver will not report the field later either."""
         return self.reason.lower() in _NEVER_TOLD
 
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What a claim says of itself; only *alive*, *uid* and *devices* are facts that the kernel vouches for."""
+    """What a claim's record says; only *alive*, *uid* and *devices* are facts that the kernel vouches for."""
 
     id: str
     uid: int
@@ -348,14 +352,15 @@ class ClaimRecord:
     command: tuple[str, ...] | None = None
     holders: tuple[int, ...] = ()  # pids that really hold the lock, as far as this user may see them
     ends: float | None = None  # unix time of its time limit
-    expected: float | None = None  # unix time at which it should end, by what its user's jobs have taken before
-    waited: float | None = None  # seconds in the queue, as it says
-    memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
-    slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
-    most: int | None = None  # so many claims at most share a device with this one
+    expected: float | None = None  # unix time at which it should end, judged by its user's jobs so far
+    waited: float | None = None  # seconds in the queue, as its record says
+    memory: int | None = None  # bytes of each device, if the claim shares them; None if it has them alone
+    slots: tuple[str, ...] = ()  # the slot locks that it says it holds, if it shares its devices
+    most: int | None = None  # how many claims at most share a device, this one included
     max_processes: int | None = None  # how many processes of other users it accepts, as its record says
     written: float | None = None  # unix time of the last change of its record, which the kernel vouches for
-    # For the rules it is no claim: no process has its lock open, or processes of several users have, without a record.
+    # Rules do not treat it as a claim: no process has its lock open, or processes of several users have it open and
+    # there is no record.
     hidden: bool = False
 
     @property
@@ -371,7 +376,7 @@ class ClaimRecord:
 
 
 def claim_named(claims: Iterable[ClaimRecord], uid: int | None, claim: str | None) -> ClaimRecord | None:
-    """The claim of that user with that id, or None; another user may have one with the same id."""
+    """Return the claim *claim* of the user *uid*, or None; another user may have a claim with the same id."""
     return next((record for record in claims if (record.uid, record.id) == (uid, claim)), None)
 
 
@@ -392,11 +397,11 @@ class Snapshot:
     topology: tuple[tuple[str, str, str], ...] | None = None  # (uuid, uuid, NVLINK|PIX|PXB|PHB|NODE|SYS)
     claims: tuple[ClaimRecord, ...] = ()
     quarantined: tuple[tuple[str, str], ...] = ()  # uuid and why, joined by gpuguard.source; no part of a recording
-    reserved: tuple[tuple[str, str], ...] = ()  # uuid and for which user until when, likewise
-    recorded: bool = False  # of another time, from a file: to look at, never to act on
+    reserved: tuple[tuple[str, str], ...] = ()  # uuid and for which user until when, joined in the same way
+    recorded: bool = False  # it was taken at another time and comes from a file: to look at, never to act on
 
     def device(self, uuid: str) -> Device | None:
-        """The device with that uuid, or None."""
+        """Return the device with that uuid, or None."""
         return next((device for device in self.devices if device.uuid == uuid), None)
 
     def _repr_html_(self) -> str:
@@ -406,9 +411,9 @@ class Snapshot:
         return of_snapshot(self)
 
     def updated(self, newer: Snapshot) -> Snapshot:
-        """This snapshot with the devices that *newer* has read again, and with its gaps about them.
+        """Return this snapshot with the devices that *newer* has read again, and with the gaps of *newer*.
 
-        A device that turned out to be divided (MIG) brings its instances along, right behind it.
+        If a device turned out to be divided (MIG), its instances are inserted right behind it.
         """
         fresh = {device.uuid: device for device in newer.devices}
         devices = [fresh.pop(device.uuid, device) for device in self.devices]
@@ -420,8 +425,8 @@ class Snapshot:
         return replace(self, devices=tuple(devices), gaps=gaps, taken_at=newer.taken_at, clock=newer.clock)
 
 
-# The words of findings, verdicts and events.  They stand in the audit log, in policy files and in messages between
-# processes, so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
+# The words of findings, verdicts and events.  The audit log, policy files and messages between processes contain them,
+# so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
 SubjectKind = Literal["process", "claim", "device", "user", "node"]
 ActionName = Literal[
     "log", "warn", "notify", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "quarantine",
@@ -435,14 +440,14 @@ NoteKind = Literal[
     "gap", "resampling", "late", "unknown", "exempt", "kept", "grace", "devices", "hours", "load", "cleared",
     "cancelled", "cooldown", "breaker", "untold", "nobody", "waiting",
 ]  # fmt: skip
-# What became of an action.  The line "about to" stands before a signal, and another one follows only if it was not sent
-# or did not arrive; "not recorded": no line could be written, so nothing was done.  Of messages: the log of the job has
-# one that is "logged"; no user can have seen one that is "undelivered", which holds up no step after it.
+# The outcome of an action.  The line "about to" is written before a signal, and another line follows only if the signal
+# was not sent or did not arrive.  "not recorded": no line could be written, so nothing was done.  A message that is
+# "logged" is in the log of the job; no user can have seen one that is "undelivered", and it delays no step after it.
 ActionWord = Literal[
     "about to", "sent", "done", "dry run", "refused", "failed", "gone", "not permitted", "not recorded", "logged",
     "undelivered", "unkillable",
 ]  # fmt: skip
-# "left": it stands, or goes on, by another hand than ours.
+# "left": it stays stopped, or goes on, because somebody else decided so.
 PauseEnd = Literal["done", "gone", "left", "not permitted", "dry run"]
 # "left to its processes": the claim lives on; "released": it was released while its last processes lived.
 EndOfClaim = Literal[
@@ -458,17 +463,17 @@ EventOutcome = Literal[
     "will fail", "past unknown", "metrics served", "metrics not served", "driver unresponsive", "watching again",
     "writable again", "not set aside",
 ]  # fmt: skip
-SignalName = NewType("SignalName", str)  # "SIGTERM", the outcome of a line about a signal to one's own job
+SignalName = NewType("SignalName", str)  # "SIGTERM", the outcome of a line about a signal to the user's own job
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a finding is about.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
+    """The subject of a finding.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
 
     kind: SubjectKind
     device: str | None = None  # uuid
     pid: int | None = None
-    start_time: float | None = None  # seconds since boot; a pid never stands without it
+    start_time: float | None = None  # seconds since boot; always given with a pid
     uid: int | None = None
     claim: str | None = None  # id
     user: str | None = None
@@ -481,12 +486,12 @@ class Finding:
     rule: str  # name in the table of rules
     subject: Subject
     why: str  # "uses 41.0GiB, 40.0GiB are allowed"
-    processes: tuple[GpuProcess, ...] = ()  # which an action would mean; () when the finding is about a device alone
+    processes: tuple[GpuProcess, ...] = ()  # that an action would target; () if the finding is about a device alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a policy wants done about a finding now.  Deciding is all it is: see actions for doing."""
+    """What a policy wants done about a finding now.  This is only the decision: actions carries it out."""
 
     policy: str
     finding: Finding
@@ -495,18 +500,18 @@ class Verdict:
     since: float  # CLOCK_BOOTTIME when the condition began to hold
     enforce: bool = False  # the policy's own switch; the daemon has a second one
     options: tuple[tuple[str, float | int | str | bool | None], ...] = ()  # of the step: signal, message, ...
-    next_action: ActionName | None = None  # for warnings: what comes next ...
-    next_after: float | None = None  # ... in how many seconds, if nothing changes
-    harm_action: ActionName | None = None  # the later step that takes most from the user, and ...
-    harm_after: float | None = None  # ... in how many seconds that comes, if nothing changes
-    graced: float = 0.0  # seconds for which it was put off already for a person in front of the process
-    may_be_kept: bool = True  # whether the user can ask by `gpuguard keep` to be spared
-    kind: RuleKind | None = field(default=None, compare=False)  # what the rule says of itself; None: it is of no rule
+    next_action: ActionName | None = None  # for warnings: the action of the next step ...
+    next_after: float | None = None  # ... and in how many seconds it comes, if nothing changes
+    harm_action: ActionName | None = None  # the later step that takes most from the user ...
+    harm_after: float | None = None  # ... and in how many seconds it comes, if nothing changes
+    graced: float = 0.0  # seconds for which it was already put off, for a person in front of the process
+    may_be_kept: bool = True  # whether the user can ask with `gpuguard keep` to be spared
+    kind: RuleKind | None = field(default=None, compare=False)  # of the rule; None if the verdict comes from no rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of the audit log: what was done, to which process, claim or device, and how it ended."""
+    """A line of the audit log: what was done, to which process, claim or device, and with which outcome."""
 
     time: float  # unix time
     kind: EventKind
@@ -517,18 +522,18 @@ class Event:
     claim: str | None = None
     message: str | None = None
     facts: tuple[tuple[str, float | int | str | None], ...] = ()  # further numbers, their names carry the unit
-    recorded: bool = True  # False: the log could not take it
+    recorded: bool = True  # False if it could not be written to the log
 
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc tells every user about a process."""
+    """The facts about a process that every user can read in /proc."""
 
     parent: int
     state: str  # R S D T t Z, as in /proc/PID/stat
     start_time: float | None = None  # seconds since boot
     inner_pid: int | None = None  # its pid in its own pid namespace
-    uid: int | None = None  # asked of those alone who hold or made a claim
-    group: int = 0  # its process group; 0: unknown, or outside
+    uid: int | None = None  # read only of processes that hold or made a claim
+    group: int = 0  # its process group; 0 if unknown or outside
     session: int = 0
-    is_shell: bool = False  # by the name that its owner gave it
+    is_shell: bool = False  # judged by the name that its owner gave it

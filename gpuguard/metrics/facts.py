@@ -1,7 +1,7 @@
-"""What monitoring systems are told, and where it comes from: the driver, or a daemon and what it has counted.
+"""The facts for monitoring systems, and where they come from: the driver, or a daemon and what it has counted.
 
 A scrape of a daemon is answered in a thread of its own, and waits neither for the driver nor for the daemon's loop.
-Does not make numbers of it: see families.
+This module does not turn the facts into numbers: see families.
 """
 
 from __future__ import annotations
@@ -51,38 +51,38 @@ ECC_FIELDS = (
 )
 ERRORS_SECONDS = 60.0  # between two readings of errors: they are 9 of 30 driver calls per device
 RARE_FIELDS = frozenset(field for group in (ECC, MEDIA, PCIE, NVLINK_FLOW) for field in GROUPED_FIELDS[group])
-TRAFFIC_SECONDS = 10.0  # between two readings of what other exporters tell: PCIe takes 40 ms per device
-SCRAPED_SECONDS = 300.0  # without a scrape, after which the numbers are taken to be read no more
+TRAFFIC_SECONDS = 10.0  # between two readings of what other exporters report: PCIe takes 40 ms per device
+SCRAPED_SECONDS = 300.0  # without a scrape, after which nothing is taken to read the numbers any more
 STALE_INTERVALS = 3  # a sample that is older says nothing about now
 
 
 @dataclass(frozen=True)
 class MetricFacts:
-    """All that is told.  None: unknown, or known only to the daemon."""
+    """All facts that are reported.  None means unknown, or known only to the daemon."""
 
     now: float  # unix time
     version: str  # of gpuguard
     snapshot: Snapshot | None = None  # the last one, with what RareFields knows
-    current: bool = False  # whether its values still count; otherwise only what a device is is told of it
-    uses: tuple[DeviceUse, ...] = ()  # what goes on on its devices
-    waiting: Sequence[tuple[str, float]] | None = None  # who waits, and since when (unix time)
+    current: bool = False  # whether its values still count; otherwise only the identity of its devices is reported
+    uses: tuple[DeviceUse, ...] = ()  # of its devices
+    waiting: Sequence[tuple[str, float]] | None = None  # users who wait, and since when (unix time)
     quarantined: frozenset[str] | None = None  # uuids that are out of service
     driver_up: bool | None = None  # whether the driver answered the last time
     daemon_up: bool | None = None  # whether a daemon guards this machine
     interval: float | None = None  # seconds between two samples
     troubles: int | None = None  # how often sampling began to fail since the daemon started
-    actions: Mapping[Action, int] | None = None  # what policies did since then
+    actions: Mapping[Action, int] | None = None  # of policies, since the daemon started
     policies: Mapping[str, int] | None = None  # mode -> how many are in force
-    policy_faults: int | None = None  # of the policy file, and what it names that is not here
+    policy_faults: int | None = None  # of the policy file, including names in it that do not exist here
     line_faults: int | None = None  # of line.yaml
-    breaches: Mapping[tuple[str, str], int] | None = None  # (policy, how far it has come) -> how many hold now
-    unrecorded: int | None = None  # lines of the audit log that could not be written since then
+    breaches: Mapping[tuple[str, str], int] | None = None  # (policy, its stage) -> how many conditions hold now
+    unrecorded: int | None = None  # lines of the audit log that could not be written since the daemon started
 
 
 class _Rare:
-    """Fields that are read every *seconds*, and known from then on for three times as long.
+    """Fields that are read every *seconds*, and whose values count for three times as long.
 
-    Only the names of *exporters* need them; without any our own do, too.
+    Only the metric names of *exporters* need them.  If *exporters* is empty, our own names need them as well.
     """
 
     def __init__(self, groups: set[str], seconds: float, exporters: frozenset[str] = frozenset()) -> None:
@@ -96,13 +96,13 @@ class _Rare:
         return now - self._read_at >= self._seconds
 
     def in_sample(self, snapshot: Snapshot) -> bool:
-        """Whether they were asked for in *snapshot*."""
+        """Return whether *snapshot* was asked for these fields."""
         return any(gap.field in self._fields for gap in snapshot.gaps) or any(
             getattr(device, field) is not None for device in snapshot.devices for field in self._fields
         )
 
     def filled(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """*snapshot* with these fields as they were read last."""
+        """Return *snapshot* with these fields as they were last read, unless that is too long ago."""
         if self.in_sample(snapshot):
             self._known, self._read_at = {device.uuid: device for device in snapshot.devices}, now
             return snapshot
@@ -116,10 +116,10 @@ class _Rare:
 
 
 class RareFields:
-    """What is read only while scrapes come: clocks, and now and then what takes many or long driver calls."""
+    """The fields read only while scrapes come: clocks, and at intervals those that take many or long driver calls."""
 
     def __init__(self) -> None:
-        self._scraped: dict[str, float] = {}  # by exporter when its names were asked for, "": when any were
+        self._scraped: dict[str, float] = {}  # exporter -> when a scrape asked for its names; "": when any scrape came
         self._rare = (
             _Rare({ECC}, ERRORS_SECONDS),
             _Rare({MEDIA}, TRAFFIC_SECONDS, frozenset({"dcgm", "nvitop"})),
@@ -127,7 +127,7 @@ class RareFields:
         )
 
     def groups(self) -> frozenset[str]:
-        """What the next sample should read beside what it reads anyway."""
+        """Return the field groups that the next sample should read beside those that it reads anyway."""
         now = time.monotonic()
         asked = {name for name, at in self._scraped.items() if now - at <= SCRAPED_SECONDS}
         if not asked:
@@ -136,11 +136,11 @@ class RareFields:
         return frozenset({CLOCKS}.union(*(rare.groups for rare in due)))
 
     def scraped(self, exporters: Collection[str] = ()) -> None:
-        """A scrape has come, for the names of *exporters*, too."""
+        """Note that a scrape has come, and that it asks for the names of *exporters* as well."""
         self._scraped.update(dict.fromkeys(("", *exporters), time.monotonic()))
 
     def suffices(self, snapshot: Snapshot) -> bool:
-        """Whether *snapshot* has all that the names of exporters need now; ours do without."""
+        """Return whether *snapshot* has all fields that the names of exporters need now; our own names can wait."""
         wanted = self.groups()
         due = [rare for rare in self._rare if rare.exporters and rare.groups <= wanted]
         exporters = self._scraped.keys() - {""}
@@ -148,7 +148,7 @@ class RareFields:
         return not exporters or (has_clocks and all(rare.in_sample(snapshot) for rare in due))
 
     def filled(self, snapshot: Snapshot) -> Snapshot:
-        """*snapshot* with what was read in earlier ones and still counts."""
+        """Return *snapshot* with the values that were read in earlier ones and still count."""
         now = time.monotonic()
         for rare in self._rare:
             snapshot = rare.filled(snapshot, now)
@@ -156,11 +156,11 @@ class RareFields:
 
 
 class MachineFacts:
-    """The facts of a machine: a daemon's latest snapshot where that has all that is wanted, else the driver's.
+    """The facts of a machine: from a daemon's latest snapshot if it has all that is wanted, otherwise from the driver.
 
     Args:
-        backend: name of the backend; *open_backend* opens it, when the driver is first needed.
-        directory: finds that of the claims, each time; raises ClaimError where there is none.
+        backend: name of the backend; *open_backend* opens it when the driver is first needed.
+        directory: finds the claim directory, at each reading; raises ClaimError if there is none.
         fresh: whether the driver is read even while a daemon runs.
     """
 
@@ -180,7 +180,7 @@ class MachineFacts:
         self.trouble: BackendError | None = None  # of the last reading
 
     def read(self, exporters: Collection[str] = ()) -> MetricFacts:
-        """The machine now, with what the names of *exporters* need."""
+        """Return the facts of the machine now, with the fields that the names of *exporters* need."""
         self.trouble = None
         self._rare.scraped(exporters)
         try:
@@ -215,7 +215,7 @@ class EventCounter:
         self._unrecorded = self._troubles = 0
 
     def append(self, event: Event) -> bool:
-        """As audit_log.append."""
+        """Append *event* as audit_log.append() does, and count it."""
         written = audit_log.append(event)
         policy = dict(event.facts).get("policy")
         with self._lock:
@@ -226,7 +226,7 @@ class EventCounter:
         return written
 
     def totals(self) -> dict[str, Any]:
-        """What was counted so far, as fields of MetricFacts."""
+        """Return the counts so far, as fields of MetricFacts."""
         with self._lock:
             return {"actions": dict(self._actions), "unrecorded": self._unrecorded, "troubles": self._troubles}
 
@@ -240,7 +240,10 @@ class DaemonFacts:
         daemon.watchdog.extra_fields = self._rare.groups
 
     def read(self, exporters: Collection[str] = ()) -> MetricFacts:
-        """What the daemon knows now; what only the names of *exporters* need is in its next samples."""
+        """Return what the daemon knows now.
+
+        Fields that only the names of *exporters* need are in its next samples.
+        """
         watchdog, snapshot, waiting = self._daemon.watchdog, self._daemon.last, self._daemon.waiting
         interval = max(watchdog.site_rules.interval[1], watchdog.pause)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
@@ -254,7 +257,7 @@ class DaemonFacts:
             current=current,
             uses=uses(with_quarantine(snapshot, self._directory), watchdog.processes(snapshot)) if current else (),
             waiting=_since(waiting) if current else None,
-            driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet
+            driver_up=current if sampled or watchdog.problem else None,  # None if it was not read yet
             interval=interval,
             daemon_up=True,
             policies=Counter("enforce" if policy.enforce else "observe" for policy in watchdog.policies),
@@ -267,7 +270,7 @@ class DaemonFacts:
 
 
 def _with_directory(facts: MetricFacts, directory: LockDirectory | None) -> MetricFacts:
-    """*facts* with what lies among the claims and is not known yet: who waits, what is out of service, and a daemon."""
+    """Fill *facts* in from the claim directory: users who wait, devices out of service, and whether a daemon runs."""
     if directory is None:
         return facts
     return replace(
