@@ -1,16 +1,16 @@
-"""The sender: each target has a queue and a thread of its own, so that nothing waits for an endpoint but its own mail.
+"""The sender: each target has a queue and a thread, so that only an endpoint's own messages wait for it.
 
     sender = Sender(targets, report=append)
     sender.notify("ops", verdict, snapshot)       -> "queued", at once
     sender.stop(5.0)
 
-Nothing here raises for what an endpoint does: each delivery that went out or failed is one Event for *report*, which is
+Nothing that an endpoint does raises here: each delivery that succeeds or fails is one Event for *report*, which is
 called in the thread of the target.
 
-The first message waits SETTLE for the others of the same moment.  After that a policy gets one message per INTERVAL,
-and what comes meanwhile is joined; a target gets at most MOST_PER_INTERVAL in all.  A target that fails is left alone
-for a time that doubles, and nothing of what is waiting gets lost over that.  What has failed goes behind what has not:
-it may be the message that cannot be delivered, and not the target that is away.
+The first message waits SETTLE for others of the same moment.  After that a policy sends one message per INTERVAL, which
+joins all that have come meanwhile; a target gets at most MOST_PER_INTERVAL in all.  A target that fails is left alone
+for a time that doubles, and no waiting message is lost.  Messages that have failed come after those that have not,
+because the fault may lie in the message and not in the target.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from gpuguard.sanitize import neutralise
 SETTLE = 1.0  # seconds
 INTERVAL = 60.0
 MOST_PER_INTERVAL = 10
-CAPACITY = 100  # policies (times users, for personal targets) that can wait; a full queue refuses, it never blocks
+CAPACITY = 100  # policies (times users, for personal targets) that can wait; a full queue refuses and never blocks
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 900.0  # after a failure
 
-Key = tuple[str, str | None]  # the policy, and the user where the target is personal
+Key = tuple[str, str | None]  # the policy, and the user if the target is personal
 
 
 DELIVER: dict[type, Callable[[Any, Message], str | None]] = {
@@ -55,14 +55,14 @@ class Batch:
     """Messages that go out as one."""
 
     key: Key
-    messages: tuple[Message, ...]  # the oldest ones; the others only count
+    messages: tuple[Message, ...]  # the oldest ones; the others are only counted
     count: int
     since: float
     failures: int = 0
-    again: float = 0.0  # not to be tried before
+    again: float = 0.0  # it is not tried before this time
 
     def with_more(self, later: Batch | None) -> Batch:
-        """This one and a later one."""
+        """Join this batch and a later one, if any."""
         if later is None:
             return self
         messages = (self.messages + later.messages)[: MOST_LINES + 1]
@@ -70,7 +70,7 @@ class Batch:
 
 
 class Pace:
-    """What waits for one target, and when it may go.  Pure: time is an argument."""
+    """The batches that wait for one target, and when each may go.  Pure: time is an argument."""
 
     def __init__(self, *, personal: bool = False) -> None:
         self.personal = personal
@@ -82,8 +82,8 @@ class Pace:
         self._sent: deque[float] = deque(maxlen=MOST_PER_INTERVAL)
 
     def put(self, message: Message, now: float) -> bool:
-        """Let *message* wait; False when the queue is full."""
-        # What is about one user must never be joined to what goes to another one.
+        """Put *message* into the queue, or return False if the queue is full."""
+        # A message about one user must never be joined to one that goes to another user.
         key = (message.key, message.user if self.personal else None)
         before = self.waiting.get(key)
         if before is None and len(self.waiting) >= CAPACITY:
@@ -93,12 +93,12 @@ class Pace:
         return True
 
     def pop_due(self, now: float) -> Batch | None:
-        """The batch that may go now, or None."""
+        """Take the batch that may go now out of the queue and return it, or return None."""
         due = [batch for batch in self.waiting.values() if self._due_time(batch) <= now]
         return self.waiting.pop(min(due, key=lambda batch: (batch.failures, batch.since)).key) if due else None
 
     def pop_all(self) -> list[Batch]:
-        """Everything, in one batch for each recipient, without regard to the pace: for the end."""
+        """Take out everything at the end, as one batch for each recipient, without regard to the pace."""
         by_user: dict[str | None, Batch] = {}
         for batch in sorted(self.waiting.values(), key=lambda batch: batch.since):
             _, user = batch.key
@@ -107,22 +107,22 @@ class Pace:
         return list(by_user.values())
 
     def wait(self, now: float) -> float | None:
-        """Seconds until something may go; None when nothing waits."""
+        """Return the seconds until a batch may go, or None if nothing waits."""
         times = [self._due_time(batch) for batch in self.waiting.values()]
         return max(0.0, min(times) - now) if times else None
 
     def succeeded(self, batch: Batch, now: float) -> None:
-        """*batch* has gone out."""
+        """Note that *batch* has gone out."""
         self.failures, self.pause, self._not_before = 0, 0.0, 0.0
         self.dropped(batch, now)
         self._sent.append(now)
 
     def dropped(self, batch: Batch, now: float) -> None:
-        """*batch* can never go out, which says nothing about the target."""
+        """Note that *batch* can never go out, which says nothing about the target."""
         self._last = {key: then for key, then in self._last.items() if then > now - INTERVAL} | {batch.key: now}
 
     def failed(self, batch: Batch, now: float) -> None:
-        """*batch* has not gone out: it waits again, before what came meanwhile."""
+        """Note that *batch* has not gone out, and let it wait again, ahead of messages that came meanwhile."""
         own, of_target = (
             min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 20)) for failures in (batch.failures, self.failures)
         )
@@ -141,9 +141,9 @@ class Pace:
 
 
 def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
-    """Deliver *message* now: whether it went out (None: it never will), and what there is to say about that.
+    """Deliver *message* now; return whether it went out (None if it never will), and a remark.
 
-    No text of an answer or of an exception gets through that could hold a secret: only codes, and what the system says.
+    The remark contains only codes and texts of the system: the text of an answer or an exception could hold a secret.
     """
     try:
         return True, DELIVER[type(target)](target, message) or ""
@@ -157,7 +157,7 @@ def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
         if isinstance(cause, TimeoutError):
             return False, "no answer in time"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            # Behind a comma stands for which name it is not, and that may be the secret.
+            # After the comma comes the name that the certificate is not valid for, and that may be the secret.
             reason = neutralise(cause.verify_message.partition(",")[0])
             return False, f"the certificate is not to be trusted: {reason}"
         return False, neutralise(cause.strerror or f"no connection ({type(cause).__name__})")
@@ -166,7 +166,7 @@ def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
 
 
 def problems(targets: Mapping[str, Target]) -> Iterator[str]:
-    """What can be known to be wrong without sending anything, so that it is not first said at the first alarm."""
+    """Yield the faults that show without sending anything, so that they do not first show at the first alarm."""
     for name, target in targets.items():
         for key, value in vars(target).items():
             if isinstance(value, Secret):
@@ -197,10 +197,10 @@ class Sender:
     """Sends messages to named targets.
 
     Args:
-        targets: by the names under which policies speak of them.
+        targets: by the names that policies use for them.
         report: gets an Event for each delivery, in another thread; history.append will do.
         templates: the texts by language.
-        longest_keep: seconds for which users may exempt what is theirs.
+        longest_keep: seconds for which users may exempt their own processes and claims.
     """
 
     def __init__(
@@ -214,27 +214,28 @@ class Sender:
         self._lanes = {name: _Lane(name, target, report) for name, target in targets.items()}
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
-        """Send the target *name* a message about *verdict*, in its language; returns at once what became of that."""
+        """Queue a message about *verdict* for the target *name*, in its language; return the outcome at once."""
         if name not in self._lanes:
             return UNKNOWN
         target = self._lanes[name].target
-        # A mail is read as it is; all else may end in a chat program, by a webhook of its or by the admin's own script.
+        # A mail is shown as it is.  Any other message may end in a chat program, through its webhook or the admin's own
+        # script.
         chat = not isinstance(target, Email)
         keep = self._longest_keep
         message = message_for(verdict, snapshot, target.language, self._templates, chat=chat, longest_keep=keep)
         return self.send(name, message)
 
     def send(self, name: str, message: Message) -> str:
-        """Queue *message* for the target *name*; returns at once what became of that."""
+        """Queue *message* for the target *name*; return the outcome at once."""
         return self._lanes[name].put(message) if name in self._lanes else UNKNOWN
 
     def stop(self, seconds: float) -> bool:
-        """Send what waits, one message per recipient; whether all went out within *seconds*.
+        """Send everything that waits, one message per recipient; return whether all went out within *seconds*.
 
-        What comes later goes out at once: a step that is under way keeps the sender that it began with.
+        Messages that come later go out at once: a step that is under way keeps the sender that it began with.
         """
         end = time.monotonic() + seconds
-        for lane in self._lanes.values():  # all of them start before the first is waited for
+        for lane in self._lanes.values():  # all of them start before we wait for the first one
             lane.close()
         settled = [lane.finish(max(0.0, end - time.monotonic())) for lane in self._lanes.values()]
         return all(settled)
@@ -249,7 +250,7 @@ class _Lane:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
-        self._all_due = False  # at the end what waits goes out, whatever the pace
+        self._all_due = False  # at the end all that waits goes out, whatever the pace is
 
     def put(self, message: Message) -> str:
         with self._changed:
@@ -277,7 +278,7 @@ class _Lane:
             thread = threading.Thread(target=self._run, name=f"gpuguard-notify-{self.name}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there are too many: the next message tries again
+            except RuntimeError:  # there are too many threads: the next message tries again
                 return False
             self._thread = thread
         return True
@@ -288,12 +289,13 @@ class _Lane:
                 for batch in work:
                     self._deliver(batch)
         finally:
-            # Also when something unforeseen has ended it (threading reports that): the next message starts a new one.
+            # This also happens when something unforeseen ended the thread, which threading reports: the next message
+            # starts a new one.
             with self._changed:
                 self._rest()
 
     def _next(self) -> list[Batch]:
-        """What is to be delivered now, as soon as there is something; [] at the end."""
+        """Wait until there is something to deliver and return it, or return [] at the end."""
         with self._changed:
             while True:
                 if self._all_due:
@@ -312,7 +314,7 @@ class _Lane:
                 self._changed.wait(self._pace.wait(time.monotonic()))
 
     def _rest(self) -> None:
-        if self._thread is threading.current_thread():  # not when a successor has begun already
+        if self._thread is threading.current_thread():  # not if a successor has already begun
             self._busy, self._thread = False, None
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""What is said about a verdict: what was seen, by which rule, where, what comes next, and how to stop it.
+"""The messages about a verdict: what was seen, by which rule, where, what comes next, and how to stop it.
 
 The texts are templates that an admin can change, one pair per language:
 
@@ -6,8 +6,8 @@ The texts are templates that an admin can change, one pair per language:
       en: {subject: "$host: $policy", body: "..."}
 
 ``$name`` or ``${name}`` is one of NAMES, ``$$`` is a dollar sign; anything else is a fault when the file is loaded.  A
-line of a body whose names all have nothing to say is left out.  What users wrote is put in as neutral text and never
-looked at again, so ``${host}`` in a command line stays just that.  Pure; does not send: see notify.
+line of a body is left out if all of its names are empty.  Text of users is inserted as neutral text and never looked at
+again, so ``${host}`` in a command line stays as it is.  Pure; does not send: see notify.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENGLISH = "en"
 
 @dataclass(frozen=True)
 class Words:
-    """The texts of one language: {braces} are filled with our own text, $names with what was seen."""
+    """The texts of one language: {braces} are filled with our own text, $names with facts of the verdict."""
 
     subject: str
     body: str
@@ -40,9 +40,9 @@ class Words:
     at_once: str
     nothing_next: str
     observing: str
-    stop: str  # where the rule itself gives no advice
-    stop_claim: str  # where no process is meant
-    keep: str  # behind how to stop an idle one
+    stop: str  # if the rule itself gives no advice
+    stop_claim: str  # if no process is meant
+    keep: str  # follows the advice of rules that suggest `gpuguard keep`
     more: str  # heads the lines of further findings
     left_out: str
     times: str  # before the subject of a joined message
@@ -119,26 +119,26 @@ NAMES = frozenset({
     "host", "policy", "rule", "why", "device", "user", "processes", "action", "since", "time", "next", "stop", "done",
 })  # fmt: skip
 LONGEST_KEEP = 86400.0  # unless the policy file says otherwise
-LONGEST_VALUE = 300  # characters of one value: a command line can have 2 MiB
+LONGEST_VALUE = 300  # characters of one value, because a command line can have 2 MiB
 LONGEST_SUBJECT = 200
 MOST_PROCESSES = 5
 MOST_LINES = 20  # of further findings in one message
 
-# What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address), and
-# https://address by itself.
+# Text that a chat program turns into a mention or a link: <!channel>, <at user_id="all">, @everyone, [text](address),
+# and a bare https://address.
 _CALL = re.compile(r"<(?=\S)|@|\](?=\()|:(?=//)")
 _CALLED = {"<": "\u2039", "@": "@ ", "]": "] ", ":": ": "}
-_OURS = frozenset({"action", "since", "time", "next", "done"})  # no word of these is a stranger's
+_OURS = frozenset({"action", "since", "time", "next", "done"})  # these hold no text of strangers
 _NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Template:
-    """Texts in one language; what is left out is said in our own words.
+    """Texts in one language; for one that is left out our own text is used.
 
     Args:
         subject: one line.
-        body: plain text; a line whose names all have nothing to say is left out.
+        body: plain text; a line is left out if all of its names are empty.
     """
 
     subject: str = ""
@@ -158,7 +158,7 @@ class Template:
 
 TEMPLATES: Mapping[str, Template] = {
     language: Template(words.subject, words.body) for language, words in WORDS.items()
-}  # what is said without a word from the admin
+}  # the defaults, for an admin who writes none
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class Message:
 
     subject: str  # one line
     body: str
-    facts: tuple[Fact, ...] = ()  # the same for programs, their names carry the unit
+    facts: tuple[Fact, ...] = ()  # the same facts for programs; their names carry the unit
     language: str = ENGLISH
-    line: str = ""  # all of it in one line, for a message about several findings
-    key: str = ""  # messages with the same key may be joined: the policy's name
+    line: str = ""  # the message in one line, for a message about several findings
+    key: str = ""  # the policy's name; messages with the same key may be joined
     user: str | None = None  # whom it is about
-    count: int = 1  # how many findings it tells of
+    count: int = 1  # how many findings it is about
     further: tuple[tuple[Fact, ...], ...] = ()  # the facts of the other findings, MOST_LINES at most
 
 
@@ -185,20 +185,20 @@ def message_for(
     chat: bool = False,
     longest_keep: float = LONGEST_KEEP,
 ) -> Message:
-    """The message about *verdict* in *language*, or in English where there are no words in it.
+    """Return the message about *verdict* in *language*, or in English if there are no texts in that language.
 
     Args:
         verdict: what a policy found and wants done.
-        snapshot: that it was judged by.
+        snapshot: from which it was judged.
         language: en or zh.
-        templates: by language, those of the admin.
-        chat: whether it may come to a chat program: then what strangers wrote mentions no one there, and is no link.
-        longest_keep: seconds for which a user may exempt what is theirs; 0: not at all.
+        templates: of the admin, by language.
+        chat: whether it may reach a chat program; then no text of strangers becomes a mention or a link there.
+        longest_keep: seconds for which users may exempt their own processes and claims; 0 if not at all.
     """
     language = language if language in WORDS else ENGLISH
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
     given = _values(verdict, snapshot, language)
-    # Of what was done, and of what nothing follows, it is too late to be told how to prevent it.
+    # If something was done and nothing harmful follows, it is too late to explain how to prevent it.
     given["stop"] = "" if given["done"] and not verdict.harm_action else _stop(verdict, language, longest_keep)
     values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in given.items()}
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
@@ -222,19 +222,20 @@ _DEEDS: Mapping[str, str] = {name: kind.deed for name, kind in ACTION_KINDS.item
 
 
 def deed_text(line: Mapping[str, Any]) -> str | None:
-    """``"policy idle asked pid 7 to end (SIGTERM): idle for 20s"``: what the owner reads of a line of the audit log.
+    """Return the text that the owner reads about a line of the audit log, or None if it does not concern them.
 
-    None: the line is about nothing that a policy did to a user, or said on no terminal.
+    As in ``"policy idle asked pid 7 to end (SIGTERM): idle for 20s"``.  A line concerns the owner if it is about
+    something that a policy did to them, or about a warning to them.
     """
     facts, kind, message = line["facts"], line["kind"], line["message"] or ""
     if not facts.get("policy"):
         return None
     if kind == "warn" and line["outcome"] in ("done", "logged", "undelivered", "failed"):  # the last: of older versions
         if line["outcome"] in ("undelivered", "failed"):
-            message = message.rpartition(": ")[0]  # behind it stands why no terminal shows it
+            message = message.rpartition(": ")[0]  # after the colon comes the reason why no terminal shows it
         text = _("warning of policy {policy}: {why}").format(policy=facts["policy"], why=translated(message))
         harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")
-        words = WORDS[_("en").partition("-")[0]]  # of "zh-CN", as a page has it
+        words = WORDS[_("en").partition("-")[0]]  # "zh-CN", as a page writes it, becomes "zh"
         if harm in words.actions and isinstance(at, float | int):
             when = words.at.format(time=local_time(at, "%Y-%m-%d %H:%M:%S"))
             text += _(".  {next}").format(next=words.next.format(when=when, action=words.actions[harm]))
@@ -245,9 +246,9 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
 
 
 def joined(messages: Sequence[Message], count: int) -> Message:
-    """One message for several, the oldest first: that one in full, the others in a line each.
+    """Join several messages, the oldest first: that one is kept in full, and each other one becomes a line.
 
-    *count* is of findings in all, where not all of them were kept.
+    *count* is the number of all findings, including those whose messages were not kept.
     """
     first, others = messages[0], messages[1 : MOST_LINES + 1]
     if count <= 1:
@@ -302,7 +303,10 @@ def _stop(verdict: Verdict, language: str, longest_keep: float) -> str:
 
 
 def _next(verdict: Verdict, now: float, words: Words) -> str:
-    """The next step that takes something away and when, as a time of day: a mail can be late; else the next step."""
+    """Say which step comes next: the first that takes something away if there is one, otherwise the very next one.
+
+    The former is given with a time of day, because a mail can be late.
+    """
     if verdict.next_action is None:
         return words.nothing_next
     action, after = verdict.harm_action or verdict.next_action, verdict.next_after
@@ -369,7 +373,7 @@ def _body(template: str, values: Mapping[str, str]) -> str:
         names = [match[2] or match[3] for match in _NAME.finditer(line) if not match[1]]
         if names and not any(values[name] for name in names):
             continue
-        # Several processes stand under each other, as far to the right as the first.
+        # Several processes are written one below the other, aligned with the first one.
         margin = "\n" + " " * display_width(line.partition("$")[0])
         filled = _filled(line, values).replace("\n", margin)
         lines.extend(neutralise(piece).rstrip() for piece in filled.split("\n"))
@@ -377,5 +381,5 @@ def _body(template: str, values: Mapping[str, str]) -> str:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """*template* with its names replaced, in one pass: what is put in is not looked at again."""
+    """Replace the names in *template*, in one pass, so that the inserted text is not looked at again."""
     return _NAME.sub(lambda match: "$" if match[1] else values[match[2] or match[3]], template)

@@ -1,4 +1,4 @@
-"""What each action of a policy takes away, and how it is called.  What it does stands in enforcement.actions."""
+"""The kinds of actions: what each takes away, and its name in messages.  The actions are in enforcement.actions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 
 class Takes(IntEnum):
-    """What an action takes away.  Whatever holds for one that takes less holds for one that takes more, too."""
+    """What an action takes away.  A check that holds for one value also holds for every higher one."""
 
     NOTHING = 0
-    DEVICE = 1  # from everybody.  From here on the breaker counts: too many at once are a mistake
-    NEW_CLAIMS = 2  # of a user.  From here on it harms, and an innocent user may be hit
-    CLAIM = 3  # From here on one per device at a time, until its effect is seen
+    DEVICE = 1  # from everybody.  From here on the breaker counts actions, because too many at once are a mistake
+    NEW_CLAIMS = 2  # of a user.  From here on an action does harm, and may hit an innocent user
+    CLAIM = 3  # From here on there is one action per device at a time, until its effect is seen
     TIME = 4  # From here on a person in front of the process is given time, and few are hit in an hour
-    PROCESS = 5  # it is gone afterwards
+    PROCESS = 5  # which is gone afterwards
 
 
 @dataclass(frozen=True)
 class ActionKind:
-    """What an action says of itself.  No other place lists actions by what they are."""
+    """The properties of an action.  No other place lists actions by their properties."""
 
-    words: Mapping[str, str]  # language -> what it is, as it fits behind "what is next"
+    words: Mapping[str, str]  # language -> a phrase for it, which fits after "what is next"
     takes: Takes = Takes.NOTHING
-    deed: str = ""  # what was done, as the owner of the process or claim reads it; "": nothing that concerns them
-    on_processes: bool = False  # where no process is meant, it would only delay a step for which one is
+    deed: str = ""  # what was done, as the owner of the process or claim reads it; "" if it does not concern them
+    on_processes: bool = (
+        False  # it needs a process; without one it would only delay a step that has something to act on
+    )
     is_message: bool = False
-    private: bool = False  # what it says, and to whom, is the administrator's: the owner is not told of it
+    private: bool = False  # its text and recipients are the administrator's: the owner does not hear of it
 
 
 ACTION_KINDS: Mapping[ActionName, ActionKind] = {
@@ -90,7 +92,7 @@ ACTION_KINDS: Mapping[ActionName, ActionKind] = {
         Takes.PROCESS,
         N_("policy {policy} cancelled the Slurm job: {why}"),
     ),
-    # An older word for notify with a hook.
+    # An older name for notify with a hook.
     "run_hook": ActionKind({"en": "a program of the administrator is run", "zh": "运行管理员设定的程序"}, private=True),
 }
 

@@ -1,11 +1,12 @@
-"""The rule ``expression``, for what no other rule can say: a condition in a small language.
+"""The rule ``expression``, for conditions that no other rule can express: a condition in a small language.
 
     conditions   and or not ( )     < <= > >= == !=     user in ('alice', 'bob')     executable like '/opt/*'
     amounts      + - * /            30GiB 5% 2h 85C 300W 1MB/s 3     'text'
 
-It is read by hand, and there is nothing in it but what stands here: no calls, no attributes, no powers, no patterns but
-globs.  Names, types and units are checked when it is read; what is left cannot raise, nor run for long.  Its logic has
-three values: a comparison with something unknown is neither true nor false, and neither is its opposite.
+The parser is written by hand, and the language has nothing but the above: no calls, no attributes, no powers, and no
+patterns except globs.  Names, types and units are checked when a condition is parsed; its evaluation can neither raise
+nor run for long.  The logic has three values: a comparison with something unknown is neither true nor false, and
+neither is its opposite.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from gpuguard.units import (
     parse_watts,
 )
 
-# Types, as they are called in faults.
+# The names of types in error messages.
 BYTES, PERCENT, SECONDS = N_("memory size"), N_("percentage"), N_("duration")
 CELSIUS, WATTS, RATE = N_("temperature"), N_("power"), N_("rate")
 NUMBER, TEXT, TEXTS, TRUTH = N_("number"), N_("text"), N_("list of texts"), N_("truth")
@@ -53,13 +54,13 @@ _BY_UNIT = {"B": BYTES, "%": PERCENT, "C": CELSIUS, "W": WATTS, "B/s": RATE, "":
 EXAMPLES = {BYTES: "30GiB", PERCENT: "5%", SECONDS: "2h", CELSIUS: "85C", WATTS: "300W", RATE: "1MB/s"}
 
 Value = float | str | bool | frozenset[str] | frozenset[float | str] | None
-LONGEST_TEXT = 4096  # characters of a text that are looked at: users write their command lines themselves
+LONGEST_TEXT = 4096  # characters of a text that are looked at, because users choose their command lines
 _NOTHING = HostUse()
 
 
 @dataclass(frozen=True)
 class NameSource:
-    """What the names of an expression are about."""
+    """The things from which the names of an expression take their values."""
 
     view: RuleView
     device: Device
@@ -67,7 +68,7 @@ class NameSource:
 
     @property
     def host(self) -> HostUse:
-        """What the process does beside the GPU."""
+        """The use of the host by the process, beside the GPU."""
         if self.process is None or self.process.start_time is None:
             return _NOTHING
         return self.view.host.get((self.process.pid, self.process.start_time), _NOTHING)
@@ -75,13 +76,13 @@ class NameSource:
 
 @dataclass(frozen=True)
 class Name:
-    """A name: its type, whether it is about a process, its meaning, and how to get the value."""
+    """A name: its type, whether it is about a process, its meaning, and how to get its value."""
 
     type: str
     of_process: bool
     meaning: str
     value: Callable[[NameSource], Value]
-    group: str = ""  # of fields of devices with which it is read, where that is none that is always read
+    group: str = ""  # the group of fields with which it is read; "" for one that is always read
 
 
 def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> Name:
@@ -122,7 +123,7 @@ def _claimed_by(source: NameSource) -> Value:
         for record in records
         if process is None or process.uid == record.uid or not arrivals.was_there_before(record, source.device, process)
     ]
-    # A claim that came after the process is nothing that it can trespass on: it is unknown who should be there.
+    # A process cannot trespass on a claim that came after it.  If all claims did, it is unknown who should be there.
     return frozenset(record.user for record in older) if older or not records else None
 
 
@@ -134,7 +135,7 @@ def _process_count(device: Device) -> Value:
     return len(computing(device)) if device.processes is not None and device.processes_plausible else None
 
 
-# A name about a process makes the whole expression one about processes; without any it is about devices.
+# A single name about a process makes the whole expression about processes; otherwise it is about devices.
 NAMES: dict[str, Name] = {
     "memory_used": _of_process(BYTES, "of the process on the GPU", lambda process: process.memory_used),
     "process_utilization": _of_process(PERCENT, "of the SMs, by the process", lambda process: process.utilization),
@@ -160,11 +161,11 @@ NAMES: dict[str, Name] = {
         TEXTS, False, "names of the users who had claimed it when the process came: user not in claimed_by", _claimed_by
     ),
 }
-NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that RuleView.host is wanted for
+NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # the names that need RuleView.host
 
 LONGEST = 1000  # characters of an expression
 MOST = 200  # words
-DEEPEST = 16  # brackets and nots within each other
+DEEPEST = 16  # nested brackets and nots
 _KEYWORDS = ("and", "or", "not", "in", "like")
 
 _WORD = re.compile(
@@ -189,7 +190,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Token:
-    """One word.  kind: number (with a unit, or without), text, name, sign, end."""
+    """One word.  Its kind is number (with a unit or without), text, name, sign or end."""
 
     kind: str
     text: str
@@ -203,7 +204,7 @@ def _fault(column: int, text: str) -> InvalidRequest:
 
 
 def _words(expression: str) -> list[Token]:
-    """The words of *expression*, an end behind them."""
+    """Return the words of *expression*, followed by an end."""
     if len(expression) > LONGEST:
         raise _fault(
             LONGEST,
@@ -264,7 +265,7 @@ Evaluate = Callable[[NameSource], Value]
 
 @dataclass(frozen=True)
 class ExpressionPart:
-    """A part of an expression, checked when it is made: its type, where it begins, its value, which cannot raise."""
+    """A part of an expression, checked when it is made: its type, its first word, and its value, which cannot raise."""
 
     type: str
     word: Token
@@ -300,7 +301,7 @@ def _compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> Expre
 
 
 def _calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
-    """Sum, difference, product or quotient; unknown when it is no finite number."""
+    """Return the sum, difference, product or quotient; its value is unknown if it is no finite number."""
     for part in (left, right):
         if part.type in (TEXT, TEXTS, TRUTH):
             raise _fault(
@@ -350,7 +351,7 @@ def _must_be_truth(part: ExpressionPart) -> None:
 
 
 def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
-    decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
+    decisive = keyword == "or"  # one true part decides an "or", one false part an "and", even if others are unknown
 
     def value(source: NameSource) -> Value:
         known: Value = not decisive
@@ -369,7 +370,7 @@ def _opposite(value: Evaluate) -> Evaluate:
 
 
 def _known_number(value: Value) -> float | None:
-    """As a float, so that nothing grows without end; None unless it is a number, and finite."""
+    """Return *value* as a float, so that no number grows without end, or None if it is no finite number."""
     if not isinstance(value, (int, float)):
         return None
     try:
@@ -381,27 +382,27 @@ def _known_number(value: Value) -> float | None:
 
 @dataclass(frozen=True)
 class Expression:
-    """A condition that was read and checked."""
+    """A condition that was parsed and checked."""
 
     text: str
-    names: tuple[str, ...]  # that occur, in order
+    names: tuple[str, ...]  # that occur in it, in order
     evaluate: Evaluate = field(compare=False, repr=False)
 
     @property
     def of_process(self) -> bool:
-        """Whether it is about processes, rather than about devices."""
+        """Whether the condition is about processes, rather than about devices."""
         return any(NAMES[name].of_process for name in self.names)
 
     def holds(self, source: NameSource) -> bool:
-        """Whether it is true of *source*; False too when it is unknown."""
+        """Return whether the condition is true of *source*, or False if that is unknown."""
         return self.evaluate(source) is True
 
 
 def parse_expression(text: str) -> Expression:
-    """The condition that *text* says.
+    """Return the condition that *text* expresses.
 
     Raises:
-        InvalidRequest: with the column of what is wrong, and what to write.
+        InvalidRequest: *text* is no condition; the error names the column, and what to write.
     """
     reader = _Reader(_words(text))
     condition = reader.condition()
@@ -416,7 +417,7 @@ def parse_expression(text: str) -> Expression:
 
 
 class _Reader:
-    """Reads parts from the words, the loosest binding first."""
+    """Parses the words into parts, beginning with the loosest binding."""
 
     def __init__(self, found: list[Token]) -> None:
         self.words = found
@@ -429,7 +430,7 @@ class _Reader:
         return self.words[self.position]
 
     def take(self, *texts: str) -> Token | None:
-        """The next word, if it is a sign or keyword of *texts*."""
+        """Consume and return the next word if it is one of the signs or keywords *texts*, or return None."""
         word = self.next
         if word.kind not in ("sign", "name") or word.text not in texts:
             return None
@@ -576,7 +577,7 @@ class _Reader:
         if glob.kind != "text" or not isinstance(glob.value, str):
             raise _fault(glob.column, _("after 'like' comes a text with * for anything, like '/opt/*'."))
         self.position += 1
-        pattern = glob.value  # which the admin wrote; the text is its user's
+        pattern = glob.value  # this comes from the admin; the text comes from the user
 
         def value(source: NameSource) -> Value:
             text = left.value(source)
@@ -628,16 +629,16 @@ class ExpressionRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """What its names are about."""
+        """The field groups and the facts of the host that its names need."""
         return RuleNeeds(_groups_of(self.expr.names), host=not NAMES_OF_HOST.isdisjoint(self.expr.names))
 
     @property
     def reaches(self) -> frozenset[str]:
-        """Processes, if one of its names is about them."""
+        """Processes, if one of its names is about processes."""
         return frozenset({"process"} if self.expr.of_process else ())
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device, or per device."""
+        """Yield a finding for each process on each device, or for each device, for which the condition is true."""
         for device in usable_devices(view.snapshot):
             if not self.expr.of_process:
                 if self.expr.holds(source := NameSource(view, device)):
