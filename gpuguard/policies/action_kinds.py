@@ -32,9 +32,7 @@ class ActionKind:
     words: Mapping[str, str]  # language -> a phrase for it, which fits after "what is next"
     takes: Takes = Takes.NOTHING
     deed: str = ""  # what was done, as the owner of the process or claim reads it; "" if it does not concern them
-    on_processes: bool = (
-        False  # it needs a process; without one it would only delay a step that has something to act on
-    )
+    on_processes: bool = False  # it needs a process: without one it would only delay a step that has its target
     is_message: bool = False
     private: bool = False  # its text and recipients are the administrator's: the owner does not hear of it
 

@@ -1,12 +1,13 @@
-"""Snapshot -> findings -> verdicts: what the policies want done now.  Pure but for the EngineMemory that it is given.
+"""Snapshot -> findings -> verdicts: what the policies want done now.  Pure except for the EngineMemory passed to it.
 
-Everything that a policy says must hold together, sample after sample, for the whole of `for`: its rules, its scope,
-its hours, the load, the number of devices.  Whatever ends that ends the escalation, and the time starts again from
-nothing.  The memory is never written to disk: after a restart every escalation begins at its first step.
+All conditions of a policy must hold together, sample after sample, for the whole of `for`: its rules, its scope, its
+hours, the load, the number of devices.  If one of them ends, the escalation ends, and the time starts again from zero.
+The memory is never written to disk, so after a restart every escalation begins at its first step.
 
-A process takes seconds to die and its memory longer to come back (up to 50 s were seen); a sample in between still
-shows the device too full, and the next process would be hit.  So a policy that matches too many is stopped by its
-breaker, and there is one destructive step per device until its effect is seen.  Does not act: see enforcement.actions.
+A process takes seconds to die, and its memory takes longer to come back (up to 50 s were seen).  A sample in between
+still shows the device as too full, and the next process would be hit.  So a policy that matches too many is stopped by
+its breaker, and there is only one destructive step per device until its effect is seen.  Does not act: see
+enforcement.actions.
 """
 
 from __future__ import annotations
@@ -59,21 +60,21 @@ from gpuguard.users import NAMELESS
 if TYPE_CHECKING:
     from gpuguard.model import ActionName, SubjectKind
 
-FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
-EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
+FEWEST_SAMPLES = 2  # a condition that was seen only once never leads to a step, however short `for` is
+EFFECT_SECONDS = 50.0  # a driver may take so long to free the memory of an ended process
 MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
-LONGEST_PAUSE = 600.0  # seconds between samples, after which nothing is taken to have gone on all the time
-SLEPT_SECONDS = 1.0  # by which the clock of the boot ran ahead of the one that stands still while the machine sleeps
+LONGEST_PAUSE = 600.0  # seconds between two samples; after a longer pause no condition is taken to have held all along
+SLEPT_SECONDS = 1.0  # by which CLOCK_BOOTTIME ran ahead of the clock that stands still while the machine sleeps
 AGAIN_SECONDS = 60.0  # after which a step that was not taken is tried again
 UNTOLD_SECONDS = 600.0  # between two messages to a user whom none has reached, and who is spared until one does
-SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about one more pause
-SAID = frozenset({"gap", "kept", "exempt"})  # notes that say for the log why nothing is found of a subject any more
+SAID_AGAIN_SECONDS = 60.0  # at least, between two messages about a further pause
+SAID = frozenset({"gap", "kept", "exempt"})  # kinds of notes that already tell the log why a subject has no finding now
 MOST_NAMES = 10  # of users, in a note
 
 
 @dataclass
 class EscalationState:
-    """A condition that holds for a subject, sample after sample, and how many steps that has led to.
+    """A condition that holds for a subject, sample after sample, and the number of steps that it has led to.
 
     It stays after the last step, until the condition or the cooldown ends.
     """
@@ -81,30 +82,30 @@ class EscalationState:
     subject: Subject
     since: float  # clock
     rule: str = ""  # as of the last sample
-    why: str = ""  # likewise, with numbers, for people
-    processes: tuple[GpuProcess, ...] = ()  # that were meant, as of the last sample
-    grace: float = 0.0  # seconds that a person in front of all of them has more, as of the last sample
+    why: str = ""  # as of the last sample, with numbers, for people
+    processes: tuple[GpuProcess, ...] = ()  # that it is about, as of the last sample
+    grace: float = 0.0  # further seconds because a person is in front of all of them, as of the last sample
     reach: tuple[str, ...] = ()  # uuids, as of the sample in which a step was due
     samples: int = 0
     done: int = 0  # steps
     stepped_at: float = 0.0  # clock of the last step
     terminated_at: float | None = None
-    paused: bool = False  # what a step has paused has not gone on, also in an escalation before
-    goes_on: bool = False  # the condition has led to all steps before, and has held since
-    resting: bool = False  # the condition is over, and its pause lasts until the GPU has gone further: see Until
-    again_at: float = 0.0  # clock at which a step that was not taken is due again; 0: it was, or not tried yet
-    held_until: float = 0.0  # clock before which it has no turn, since others of the policy had theirs
+    paused: bool = False  # a step, perhaps of the escalation before, has paused processes that have not gone on since
+    goes_on: bool = False  # the escalation before has come to its end, and the condition has held ever since
+    resting: bool = False  # the condition is over, but the pause lasts until the GPU has recovered further: see Until
+    again_at: float = 0.0  # clock at which a step that was not taken is due again; 0 if it was taken or not tried yet
+    held_until: float = 0.0  # clock before which it has no turn, because other steps of the policy had theirs
     told: bool = False  # a message has reached the user
-    shifted: bool = False  # by a pause: what messages have said of the next step is no longer true
+    shifted: bool = False  # a pause has made untrue what messages said about the next step
     said_again_at: float = float("-inf")  # clock
 
 
 @dataclass(frozen=True)
 class Hit:
-    """What a step acts on."""
+    """The users and processes that a step acts on."""
 
     users: frozenset[int]  # accountable uids
-    victims: frozenset[JobMember]  # processes; where there are none, the subject
+    victims: frozenset[JobMember]  # processes, or the subject if there are none
     names: frozenset[str]  # of users
 
 
@@ -117,13 +118,13 @@ class Effect:
     at: float  # clock
     victims: frozenset[tuple[int, float]]
     claim: str | None
-    memory_below: float | None  # bytes in use when the victims' memory is back; None: not known
+    memory_below: float | None  # bytes in use once the victims' memory is free, or None if unknown
     hit: Hit
 
 
 @dataclass
 class EngineMemory:
-    """Everything that evaluate() remembers; one per watchdog, and used by one thread at a time."""
+    """Everything that evaluate() remembers.  Each watchdog has one, and only one thread at a time may use it."""
 
     past: Past = field(default_factory=Past)
     rhythm: SampleRhythm = field(default_factory=SampleRhythm)
@@ -138,16 +139,16 @@ class EngineMemory:
     unkillable: frozenset[ProcessIdentity] = frozenset()  # processes that outlived SIGKILL
 
     def holds(self, policy: str, subject: SubjectIdentity) -> bool:
-        """Whether the condition of *policy* was found for *subject* in the last sample."""
+        """Return whether the condition of *policy* was found for *subject* in the last sample."""
         return subject in self.states.get(policy, ())
 
     def pauses(self, policy: str, process: ProcessIdentity) -> bool:
-        """Whether what made *policy* pause that process was still so in the last sample, without a break."""
+        """Return whether the condition for which *policy* paused *process* has held until the last sample."""
         states = [state for state in self.states.get(policy, {}).values() if state.paused]
         return any((row.pid, row.start_time) == process for state in states for row in state.processes)
 
     def stop_clocks(self, seconds: float) -> None:
-        """Let no time count for any escalation in a pause of *seconds*: what is found afterwards goes on."""
+        """Let a pause of *seconds* count for no escalation: those that are found again afterwards go on."""
         for state in (state for states in self.states.values() for state in states.values()):
             state.since += seconds
             state.stepped_at += seconds
@@ -156,22 +157,22 @@ class EngineMemory:
             state.shifted = True
 
     def told(self, verdict: Verdict) -> None:
-        """A message about *verdict* has reached the user."""
+        """Note that a message about *verdict* has reached the user."""
         for _, state in self._meant(verdict):
             state.told = True
 
     def _meant(self, verdict: Verdict) -> Iterator[tuple[SubjectIdentity, EscalationState]]:
         victims = victims_of(verdict.finding)
         for identity, state in self.states.get(verdict.policy, {}).items():
-            # The same processes may have been found on several GPUs: one step was taken for all of those.
+            # The same processes may have been found on several GPUs: one step was taken for all of these findings.
             own = {(process.pid, process.start_time) for process in state.processes}
             if identity == identity_of(verdict.finding.subject) or (victims and victims == own):
                 yield identity, state
 
     def not_taken(self, verdict: Verdict, clock: float) -> None:
-        """Let a step be due once more that was refused, failed or could not be recorded, and so took nothing away.
+        """Let a step be due again that was refused, failed or could not be recorded, and so took nothing away.
 
-        It begins no cooldown, no other step waits for its effect, and nothing was asked to end by it.
+        It begins no cooldown, no other step waits for its effect, and it does not count as a request to terminate.
         """
         for identity, state in self._meant(verdict):
             if state.done > verdict.step:
@@ -180,7 +181,7 @@ class EngineMemory:
                 self.undo(verdict.policy, identity)
 
     def undo(self, policy: str, subject: SubjectIdentity) -> None:
-        """The last step of *policy* for *subject*, on all its GPUs, was not taken: as if it had not been asked for."""
+        """Forget the last step of *policy* for *subject*, on all its GPUs, because it was not taken."""
 
         def is_meant(by: str, other: SubjectIdentity) -> bool:
             return by == policy and (other == subject or (subject[0] == "process" and other[2:] == subject[2:]))
@@ -189,11 +190,11 @@ class EngineMemory:
         self.effects = {at: each for at, each in self.effects.items() if not is_meant(each.policy, each.subject)}
 
     def start_anew(self, clock: float) -> None:
-        """Drop what was seen before a long pause: it is unknown what happened in it."""
+        """Drop all that was seen before a long pause, because it is unknown what happened during the pause."""
         self.past.clear()
         self.states.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
-            # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
+            # This is another boot, so times of the one before mean nothing.  Marks stay, because they only protect.
             self.cooling.clear()
             self.effects.clear()
             self.arrivals = Arrivals()
@@ -209,15 +210,15 @@ class DueStep:
     state: EscalationState
     step: Step
     since: float  # clock
-    number: int  # of the step; one that is less than those that are done is a message, which is said again
+    number: int  # of the step; a number below that of the steps done means a message that is repeated
 
     @property
     def order(self) -> tuple[float, float, str, str]:
-        """The longest wait comes first; the rest is there so that no order of policies or rules matters."""
+        """A sort key by which the longest wait comes first, and which depends on no order of policies or rules."""
         return (self.since, self.state.since, self.policy.name, str(self.identity))
 
 
-Judged = tuple[list[DueStep], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
+Judged = tuple[list[DueStep], list[Note]]  # of one policy: the steps whose time has come, and notes on all the rest
 Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
@@ -233,12 +234,12 @@ def evaluate(
     """Judge one sample.
 
     Args:
-        view: the sample and what is known about its people; its `past` is replaced by what *memory* has recorded.
+        view: the sample and what is known about its users; its `past` is replaced by what *memory* has recorded.
         policies: with unique names.
-        memory: of the samples before; changed in place.
-        interval: seconds between samples; the median of the last distances when not given.
+        memory: of the samples before; it is changed in place.
+        interval: seconds between samples; if None, the median of the last distances.
         zone: seconds east of UTC, for hours and days.
-        isolate: calls the judgement by the policy of that name; None from it: unknown, and its times start anew.
+        isolate: calls the judgement of the named policy; if it returns None, it is unknown and the times start anew.
 
     Returns:
         The verdicts that are due now, each once, and notes on what was not acted on.
@@ -264,7 +265,8 @@ def evaluate(
         else:
             due += judged[0]
             notes += judged[1]
-    # Steps that mean the same: a process on eight devices is warned once.  The oldest speaks for the others.
+    # Steps with the same target are bundled, so that a process on eight devices is warned once.  The oldest step stands
+    # for the others.
     bundles: dict[object, list[DueStep]] = {}
     for step in sorted(due, key=lambda step: step.order):
         bundles.setdefault(_victim(step), []).append(step)
@@ -291,9 +293,9 @@ def still_holds(
     processes: Iterable[GpuProcess] = (),
     zone: float = 0.0,
 ) -> bool:
-    """Whether everything that *policy* says is so for *subject*, and means all *processes*, in this view.
+    """Return whether in *view* the whole condition of *policy* holds for *subject*, and is about all *processes*.
 
-    It need not be a sample of its own.
+    The view need not be a new sample.
     """
     view = replace(without_pauses(view), past=memory.past, arrivals=memory.arrivals)
     found, _ = _condition(policy, index_sample(view, zone), memory)
@@ -317,7 +319,7 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
 
 
 def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, interval: float | None) -> list[Note]:
-    """Take note of the time and of the values that rules want to look back on."""
+    """Record the time, and the values that rules look back on."""
     notes = []
     rhythm, clock = memory.rhythm, view.clock
     largest = rhythm.largest(interval)
@@ -339,7 +341,7 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
 
 
 def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tuple[Sequence[Finding], list[Note]]:
-    """For whom everything that the policy says holds in this sample, and who is left out for which reason."""
+    """Return the findings for which the whole condition holds in this sample, and notes on those that are left out."""
     findings = findings_of(policy, index)
     against = outside_schedule(policy, index) if findings else None
     if against is not None:
@@ -350,7 +352,7 @@ def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tupl
 
 
 def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[SubjectIdentity, Finding]:
-    """What several rules have against the same subject, said together, and in the words of the policy."""
+    """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
     together: dict[SubjectIdentity, Finding] = {}
     for finding in findings:
         before = together.get(identity_of(finding.subject))
@@ -371,7 +373,7 @@ def _end_others(
     index: SampleIndex,
     memory: EngineMemory,
 ) -> Iterator[Note]:
-    """Forget the steps against whom nothing is *found* any more; of those *left_out* it is said already why."""
+    """Forget the escalations of subjects that are no longer *found*; notes on those *left_out* were already made."""
     states = memory.states.setdefault(policy.name, {})
     for identity in [identity for identity in states if identity not in found]:
         if _rests(states[identity], policy, index):
@@ -383,7 +385,7 @@ def _end_others(
 
 
 def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
-    """Count this sample for those in whom the policy finds its condition, cancel what ended, and see what is due."""
+    """Count this sample for the subjects that the policy finds, cancel escalations that ended, and return due steps."""
     findings, notes = _condition(policy, index, memory)
     current = _by_subject(findings, policy)
     notes += _end_others(policy, current, {note.subject for note in notes if note.kind in SAID}, index, memory)
@@ -397,7 +399,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             state = EscalationState(finding.subject, clock, paused=paused, goes_on=state is not None)
             states[identity] = state
         if state:
-            if state.resting:  # its steps go on from here: none of that time has counted
+            if state.resting:  # its steps go on from now, because the time of resting does not count
                 state.resting, state.stepped_at = False, clock
             state.samples += 1
             state.rule, state.why, state.processes = finding.rule, finding.why, finding.processes
@@ -430,7 +432,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
 
 
 def _rests(state: EscalationState, policy: Policy, index: SampleIndex) -> bool:
-    """Whether what *policy* has paused goes on resting although its condition is over."""
+    """Return whether the processes that *policy* has paused stay paused although its condition is over."""
     places = [index.processes.get((row.pid, row.start_time or -1.0), {}) for row in state.processes]
     devices = {uuid for place in places for uuid in place}
     until = policy.until
@@ -444,12 +446,12 @@ def _rests(state: EscalationState, policy: Policy, index: SampleIndex) -> bool:
 
 
 def _is_over(state: EscalationState, policy: Policy) -> bool:
-    """Whether the last step was taken."""
+    """Return whether the last step was taken."""
     return 0 < state.done == len(policy.steps)
 
 
 def _has_begun(state: EscalationState) -> bool:
-    """Whether a step was taken or tried, so that the log has a line of it and must have one of its end."""
+    """Return whether a step was taken or tried: then the log has a line about it, and must get one about the end."""
     return state.done > 0 or state.again_at > 0 or state.goes_on
 
 
@@ -462,7 +464,7 @@ def _victim(due: DueStep) -> object:
 def _said_again(
     policy: Policy, identity: SubjectIdentity, finding: Finding, state: EscalationState, clock: float
 ) -> Iterator[DueStep]:
-    """The messages that came before, once more: what they told is not so any more, or they have reached no user."""
+    """Yield the earlier messages again, because they are no longer true, or have not reached the user."""
     for number, step in enumerate(policy.steps[: state.done]):
         if step.action in MESSAGES:
             yield DueStep(policy, identity, finding, state, step, clock, number)
@@ -478,14 +480,14 @@ def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memor
 
 
 def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str | None:
-    """What could not be read of a subject in this sample, though it could a sample ago."""
+    """Return what could not be read of a subject in this sample, but could a sample ago, or None."""
     reach = reach_of(ended.subject, ended.processes, before)
     if blind := next(filter(None, map(index.blindness, reach)), None):
         return blind
     for where in (*reach, None):
         device = before.devices.get(where) if where else None
         for name, reason in index.gaps.get(where, {}).items():
-            # Some fields are only asked for when a scrape wants them: before, they were no gap either.
+            # Some fields are read only when a scrape asks for them; in a sample without them they are no gap.
             known_before = getattr(device, name, "a group of fields") is not None
             if known_before and name not in before.gaps.get(where, {}):
                 return f"{name} could not be read, {reason}"
@@ -498,7 +500,7 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         more = f"{further} more GPU{'s' if further > 1 else ''}"
         finding = replace(finding, why=f"{finding.why} (and the like on {more})")
     state = due.state
-    if due.number == state.done:  # as it will be when this step was asked for
+    if due.number == state.done:  # the state as it will be once this step is requested
         asked = clock if due.step.action == "terminate" else state.terminated_at
         state = replace(state, done=due.number + 1, stepped_at=clock, terminated_at=asked, again_at=0.0)
     coming = _upcoming(policy, state)
@@ -515,7 +517,7 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
         next_after=max(0.0, following[1] - clock) if following else None,
         harm_action=harm[0] if harm else None,
         harm_after=max(0.0, harm[1] - clock) if harm else None,
-        # A step that was not taken is tried again without that time: whether it was waited for is not known then.
+        # A step that was not taken is tried again without that time, because it is unknown whether it passed.
         graced=due.state.grace if due.step.action in DISRUPTIVE and not due.state.again_at else 0.0,
         may_be_kept=policy.may_be_kept,
         kind=next((rule.kind for rule in policy.rules if rule.kind.name == finding.rule), None),
@@ -523,9 +525,9 @@ def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
 
 
 def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -> list[tuple[ActionName, float]]:
-    """(action, clock) of the steps to come that have something to act on, if nothing changes.
+    """Return (action, clock) of the steps that will come if nothing changes and that have something to act on.
 
-    *at*: when the next one comes, where that is known better than by its time in the policy.
+    *at* is the clock of the next one, if that is better known than from the policy.
     """
     if state.done >= len(policy.steps) or (at := _due(policy, state) if at is None else at) is None:
         return []
@@ -548,7 +550,7 @@ NARROWEST_FIRST: tuple[SubjectKind, ...] = ("process", "claim", "device", "user"
 
 
 def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:
-    """For whom the whole condition of *policy* holds now: `any` unites the findings of its rules, `all` joins them.
+    """Return what the whole condition of *policy* finds now: `any` unites the findings of its rules, `all` joins them.
 
         process p on device d   +  device d            the process p
         process p of user u     +  user u              the process p
@@ -556,10 +558,10 @@ def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:
         device d                +  user u              the device d for u, if u computes or has a claim there
         anything                +  node                that thing
 
-    What comes out is of the narrower kind and means the processes that both sides mean: a side that names none means
-    all that fit it.  Two sides that name no process in common do not meet.
+    The result has the narrower kind of the two, and the processes that both sides mean: a side that names none means
+    all processes that fit it.  Two sides that name no process in common give no result.
     """
-    # Every rule is asked, so that none loses a sample.
+    # Every rule is checked, so that none misses a sample.
     found = [list(rule.check(index.view)) for rule in policy.rules]
     joined = found[0]
     for further in found[1:]:
@@ -607,7 +609,7 @@ def _both(left: Subject, right: Subject) -> Subject | None:
 
 
 def _is_so(subject: Subject, index: SampleIndex) -> bool:
-    """Whether the facts of a subject, which come from two sides, are true together."""
+    """Return whether the facts of a subject, which come from two findings, are true together."""
     claim = index.claim_of(subject)
     if subject.claim is not None and claim is None:
         return False
@@ -628,7 +630,7 @@ def _fits(process: GpuProcess, subject: Subject, index: SampleIndex) -> bool:
 
 
 def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Step, float] | None:
-    """The step of the escalation that is due now, and since when it is; None when none is."""
+    """Return the step of the escalation that is due now, and since when, or None if none is due."""
     if state.done >= len(policy.steps) or state.samples < FEWEST_SAMPLES or clock - state.since < policy.hold:
         return None
     due = _due(policy, state)
@@ -636,20 +638,21 @@ def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Ste
 
 
 def _due(policy: Policy, state: EscalationState) -> float | None:
-    """The clock at which the next step comes while the condition holds; None for a kill before a terminate."""
+    """Return the clock at which the next step comes if the condition holds, or None for a kill before a terminate."""
     step = policy.steps[state.done]
     grace = state.grace if step.action in DISRUPTIVE else 0.0
     due = state.again_at or (state.stepped_at if state.done else state.since + policy.hold) + step.after + grace
     if step.action != "kill":
         return due
-    # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
+    # This was checked when the policy was made, and is checked again because an early SIGKILL cannot be undone.
     return None if state.terminated_at is None else max(due, state.terminated_at + KILL_AFTER)
 
 
 def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool = False) -> None:
-    """The step that was due is asked for, or *skipped* because it has no target here.
+    """Move on after a step that was due: it is requested, or *skipped* because it has no target here.
 
-    The last one ends the escalation and begins its cooldown.  A kill after a terminate without target is skipped, too.
+    The last step ends the escalation and begins its cooldown.  If a terminate has no target, kills right after it are
+    skipped with it.
     """
     state, policy = due.state, due.policy
     if due.step.action == "terminate" and not skipped:
@@ -665,14 +668,14 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
 
 
 def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
-    """Those steps of *due* that may be taken now, in the order in which they have their turn; why the others wait."""
+    """Return the steps of *due* that may be taken now, in the order of their turns, and notes why the others wait."""
     clock, hits = index.view.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
     awaited = [effect.hit for effect in memory.effects.values()]
     jobs = jobs_of(member for hit in (*hits.values(), *awaited) for member in hit.victims)
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
-    at_once: dict[str, list[Hit]] = {}  # by policy: what is acted on, or was and has not shown its effect
+    at_once: dict[str, list[Hit]] = {}  # by policy: of steps that are taken now, or have not shown their effect yet
     for effect in memory.effects.values():
         at_once.setdefault(effect.policy, []).append(effect.hit)
     held, notes = _breaker(due, hits)
@@ -684,7 +687,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 continue
             victims, claim = victims_of(step.finding), step.finding.subject.claim
             if victims and victims <= memory.unkillable:
-                allowed.append(step)  # no effect is awaited of what has none
+                allowed.append(step)  # no effect is awaited, because it will have none
                 continue
             hit, before = hits[id(step)], at_once.setdefault(name, [])
             against = _waits_for_its_turn(step, hit, before, jobs, clock)
@@ -693,11 +696,11 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 notes.append(Note(*against, name, step.finding.subject))
                 continue
             before.append(hit)
-            # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
-            # not delay the steps of policies that are enforced.  Hence two sets of effects.
+            # A step that is only rehearsed has no effect, but it must delay the same steps as a real one would, and
+            # must not delay steps of enforced policies.  Hence there are two sets of effects.
             for uuid in step.state.reach if action in DESTRUCTIVE else ():
                 first = memory.effects.get((step.policy.enforce, uuid))
-                gone = victims | first.victims if first else victims  # of the same job: see _obstacle()
+                gone = victims | first.victims if first else victims  # these belong to the same job: see _obstacle()
                 below = _memory_without(index.devices[uuid], gone)
                 effect = Effect(name, step.identity, clock, gone, claim, below, hit)
                 memory.effects[step.policy.enforce, uuid] = effect
@@ -705,10 +708,11 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
     return allowed, notes
 
 
-Jobs = Mapping[JobMember, str]  # what stands for the job of each process
+Jobs = Mapping[JobMember, str]  # the job of each process, by a name for it
 
-# Which job comes first, by the rows of its processes and by its devices: the one with the least of this.  A job is as
-# new as its newest process and as old as its oldest one, so that no user moves one out of the way by another.
+# The order of jobs, as a number from the rows of a job's processes and from its devices: the lowest comes first.  A job
+# is as new as its newest process and as old as its oldest one, so that no user moves a job out of the way by adding
+# another process.
 ORDERS: Mapping[str, Callable[[Sequence[GpuProcess], Sequence[Device]], float]] = {
     "newest": lambda rows, devices: -max((row.start_time or 0.0 for row in rows), default=0.0),
     "oldest": lambda rows, devices: min((row.start_time or 0.0 for row in rows), default=0.0),
@@ -723,9 +727,9 @@ def _use(device: Device | None) -> float:
 
 
 def _in_turns(due: Iterable[DueStep], hits: Mapping[int, Hit], jobs: Jobs, index: SampleIndex) -> list[DueStep]:
-    """*due* in order: of each user the job that is first by the policy, then of each the first of the rest, ...
+    """Return *due* in order: the job of each user that the policy puts first, then the next one of each user, ...
 
-    So no user keeps a policy from others, or from a large job of their own, by many small ones.
+    So no user can keep a policy busy with many small jobs, away from other users or from their own large job.
     """
     members: dict[object, list[DueStep]] = {}  # the steps of each policy about the same job
     for step in due:
@@ -749,17 +753,18 @@ def _in_turns(due: Iterable[DueStep], hits: Mapping[int, Hit], jobs: Jobs, index
 
 
 def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jobs, clock: float) -> Protection | None:
-    """Why a step is not taken beside those *before* it: with it, more than the policy says would be hit at once.
+    """Return why a step waits: together with those *before* it, more would be hit at once than the policy allows.
 
-    What a sensor has shown must then hold for as long once more: what was done in the meantime may have been enough.
-    One step alone is never too much.
+    A finding that rests on a sensor must then hold for as long again, because the steps taken meanwhile may have been
+    enough.  One step alone is never too much.  Returns None if the step need not wait.
     """
     policy, state = step.policy, step.state
     users = hit.users.union(*(other.users for other in before))
     victims = hit.victims.union(*(other.victims for other in before))
     number = len(victims if policy.at_most_processes else {jobs[member] for member in victims})
     if before and (len(users) > policy.at_most_users or number > (policy.at_most_processes or policy.at_most_jobs)):
-        once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"  # which only ends what has begun
+        # A kill is exempt, because it only completes what has begun.
+        once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"
         state.held_until = clock + (policy.hold if once_more else 0.0)
         return "waiting", "as many as the policy allows are acted on at once: it follows when their effect is seen"
     if clock < state.held_until:
@@ -776,16 +781,17 @@ def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: En
         if effect is None:
             continue
         same_job = effect.subject == due.identity or not own.isdisjoint(map(jobs.get, effect.hit.victims))
-        if effect.policy != due.policy.name or not same_job:  # a job ends whole
+        if effect.policy != due.policy.name or not same_job:  # a job may end as a whole
             return "waiting", f"a step of {effect.policy} on the same GPU has not shown its effect yet"
     return None
 
 
 def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str], list[Note]]:
-    """The policies that act on no user now, as what they rest on seems to err for everybody; and a note on each.
+    """Return the policies that must act on no user now, and a note on each.
 
-    They would hit too many different users at once.  One user alone never trips a breaker, with whatever number of
-    processes, or all others would be safe behind that user.  Clocks and claims that are there do not err like that.
+    They would hit too many different users at once, so the evidence that they rest on seems to be wrong for everybody.
+    One user alone never trips a breaker, however many processes they have, because otherwise all others would be safe
+    behind that user.  Clocks and existing claims do not go wrong in this way.
     """
     by_policy: dict[str, list[DueStep]] = {}
     for step in due:
@@ -817,7 +823,7 @@ def _hit(step: DueStep, index: SampleIndex) -> Hit:
 
 
 def _accountable(uid: int, user: str | None, index: SampleIndex) -> int:
-    """The user who answers for *uid*; all uids without a name are one, because any user may have thousands of them."""
+    """Return the user who answers for *uid*; all uids without a name count as one, as any user may have thousands."""
     owner = index.view.accountable.get(uid, uid)
     return NAMELESS if owner == uid and (user is None or user.isdecimal()) else owner
 
@@ -837,7 +843,7 @@ def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
 
 
 def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> float | None:
-    """Bytes in use on *device* once the victims have given theirs back; None when it cannot be known."""
+    """Return the bytes in use on *device* once the memory of *victims* is free, or None if that is unknown."""
     if device.memory_used is None:
         return None
     left = float(device.memory_used + MEMORY_SLACK)
@@ -850,7 +856,7 @@ def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> floa
 
 
 def victims_of(finding: Finding) -> frozenset[ProcessIdentity]:
-    """The processes that a step on *finding* hits."""
+    """Return the processes that a step on *finding* hits."""
     known = ((process.pid, process.start_time) for process in finding.processes)
     return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
 
@@ -863,18 +869,18 @@ class PolicyStatus:
     subject: Subject
     since: float  # clock
     last: str | None  # the last step that was taken, None before the first
-    next: str | None  # the one that comes if nothing changes; after the last one the first, when its cooldown is over
-    due: float | None  # clock at which that is, if every sample until then finds the same
+    next: str | None  # the step that comes if nothing changes; after the last one, the first once its cooldown is over
+    due: float | None  # clock of the next step, if every sample until then finds the same
     enforce: bool  # the policy's own switch
-    refused: str | None = None  # why the next step was refused when it was tried; None: it was not
-    harm: str | None = None  # of the steps to come the one that takes most from the user
-    harm_due: float | None = None  # clock at which that comes, if nothing changes
+    refused: str | None = None  # why the next step was refused when it was tried, or None if it was not
+    harm: str | None = None  # the coming step that takes most from the user
+    harm_due: float | None = None  # clock at which that step comes, if nothing changes
     rule: str = ""
     why: str = ""  # what was seen last, with numbers, for people
 
     @property
     def stage(self) -> str:
-        """How far it has come: found, warned, acted, or refused."""
+        """How far the escalation has come: found, warned, acted, or refused."""
         if self.refused:
             return "refused"
         return "acted" if self.last in HARMFUL else "warned" if self.last in MESSAGES else "found"
@@ -887,7 +893,7 @@ def policy_status(
     refused: Mapping[tuple[str, SubjectIdentity], tuple[int, str]] | None = None,
     kept: Kept | None = None,
 ) -> tuple[PolicyStatus, ...]:
-    """Every condition that holds, the oldest first.
+    """Return every condition that holds, the oldest first.
 
     Args:
         policies: all of them.
@@ -895,7 +901,7 @@ def policy_status(
         put_off: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put
             it off.
         refused: (policy, identity) -> the number of a step that was not taken when it was tried, and why.
-        kept: who is exempted by now, also since the last sample: nothing follows for them.
+        kept: the current exemptions, with those made since the last sample; subjects that they protect are left out.
     """
     found = []
     for policy in policies:
@@ -907,7 +913,7 @@ def policy_status(
                 if not drop_protected((finding,), policy, memory.index, kept)[0]:
                     continue
             if state.resting:
-                pass  # no step comes while its pause only lasts
+                pass  # no step comes while only the pause lasts
             elif (name, identity) in put_off:
                 done, due = put_off[name, identity]
             elif state.done < len(steps):
