@@ -369,7 +369,7 @@ class ClaimRecord:
         return self.id
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from gpuguard.sanitize import of_claim  # for notebooks alone: the worker would load it for nothing
 
         return of_claim(self)
@@ -405,7 +405,7 @@ class Snapshot:
         return next((device for device in self.devices if device.uuid == uuid), None)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from gpuguard.sanitize import of_snapshot
 
         return of_snapshot(self)
