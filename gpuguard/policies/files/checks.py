@@ -1,7 +1,7 @@
-"""What the keys of a policy file mean together: contradictions, and what can never happen.
+"""Checks of what the keys of a policy file mean together: contradictions, and things that can never happen.
 
-A fault is what would do another thing than it says; a warning is what is allowed, but hardly meant.  Single keys are
-checked where they are read: see keys and decoder.
+A fault is something that would do another thing than it says; a warning is something that is allowed but hardly meant.
+Single keys are checked where they are read: see keys and decoder.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gpuguard.policies.view import FEWEST_IN_WINDOW
 from gpuguard.units import Amount, format_duration
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
-COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
-AT_PROCESSES = ON_PROCESSES | {"warn", "deny"}  # the last two reach a user by a process
+COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # may mean the same
+AT_PROCESSES = ON_PROCESSES | {"warn", "deny"}  # the last two reach a user through a process
 
-Entries = Mapping[str, frozenset[Any]]  # key of a scope -> what is listed there
+Entries = Mapping[str, frozenset[Any]]  # key of a scope -> the entries listed there
 
 
 def check(decoder: Decoder, longest: float | None = None) -> None:
     """Note every fault and warning in the decoder's source.
 
-    Faults are looked for in whatever could be read, so that none waits for another one to be mended; warnings in whole
-    policies alone.
-    *longest*: seconds between samples, where something else than the file says it.
+    Faults are looked for in everything that could be read, so that none stays hidden until another one is mended.
+    Warnings are looked for only in policies that could be read as a whole.  *longest* is the number of seconds between
+    samples, if something other than the file says it.
     """
     values, source, nodes = decoder.values, decoder.source, decoder.nodes
     given = {key for path in decoder.keys for key in path[:1]}
@@ -62,7 +62,7 @@ def check(decoder: Decoder, longest: float | None = None) -> None:
 
 
 def _check_targets(decoder: Decoder) -> None:
-    """Note the steps that send to what `notify` does not have."""
+    """Note the steps that send to a target that `notify` does not have."""
     values = decoder.values
     known = [str(path[1]) for path in decoder.keys if len(path) == 2 and path[0] == "notify"]
     if ("notify",) in decoder.keys and not known:
@@ -82,7 +82,7 @@ def _check_targets(decoder: Decoder) -> None:
 
 
 def _readable(decoder: Decoder, path: Path) -> PolicyKeys:
-    """A policy of which not all could be read: as if what could not were not there."""
+    """Return a policy that could not be read as a whole, as if the keys that could not be read were not there."""
     keys = {field.name: (*path, key_of(field)) for field in fields(PolicyKeys)}
     least: dict[str, Any] = {"name": "", "when": ("all", ()), "steps": ()}
     read = {name: decoder.values[place] for name, place in keys.items() if place in decoder.values}
@@ -90,7 +90,7 @@ def _readable(decoder: Decoder, path: Path) -> PolicyKeys:
 
 
 class _PolicyChecks:
-    """One policy by itself; its places are named by the keys below it."""
+    """The checks of one policy by itself.  A place is named by the keys below the policy."""
 
     def __init__(self, decoder: Decoder, policy: PolicyKeys, path: Path, *, is_whole: bool) -> None:
         self.source, self.nodes, self.policy, self.path = decoder.source, decoder.nodes, policy, path
@@ -130,10 +130,10 @@ class _PolicyChecks:
             self._warn(("steps", harmful), text, _("Put `- warn` some time before it."))
 
     def check_rules(self, *, trespass: bool) -> None:
-        """*trespass*: whether the file has a rule that finds trespassers."""
+        """Check the rules; *trespass* says whether the file has one that finds trespassers."""
         rules = list(_rules_of(self.policy))
         for name, rule, place in rules:
-            if missing := undeclared(rule):  # what is not read is unknown, and no user is ever found by it
+            if missing := undeclared(rule):  # a value that is not read is unknown, so it finds no user
                 self._fault(
                     place,
                     _("{name} judges by what is not read for it: {missing}.").format(
@@ -187,7 +187,7 @@ class _PolicyChecks:
                 self._warn(place, _("even_if_innocent has no meaning for {name} here.").format(name=step.name))
 
     def _check_left_out(self, rule: Any, key: str, place: Path) -> None:
-        """Warn of a rule that takes something away and does not say whether it looks at all that it can."""
+        """Warn if the policy takes something away and its rule does not say, by *key*, whether it judges all it can."""
         unsaid = (*self.path, *place, key) not in self.nodes
         if unsaid and any(step.name in HARMFUL for step in self.policy.steps):
             hint = _("Write `{key}: true`, or `{key}: false` if that is meant.").format(key=key)
@@ -285,7 +285,7 @@ class _PolicyChecks:
 
 
 def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
-    """(name, rule, its place) of each condition."""
+    """Yield (name, rule, its place) for each condition."""
     name, value = policy.when
     if name not in ("all", "any"):
         yield name, value, ("when", name)
@@ -295,7 +295,7 @@ def _rules_of(policy: PolicyKeys) -> Iterator[tuple[str, Any, Path]]:
 
 
 def _number_of(limit: Amount | float | None) -> tuple[float, bool] | None:
-    """A limit, and whether it is a share."""
+    """Return the number of a limit and whether it is a share, or None if there is no limit."""
     return (limit.value, limit.relative) if isinstance(limit, Amount) else None if limit is None else (limit, False)
 
 
@@ -307,7 +307,7 @@ def _exempt(policy: PolicyKeys) -> Iterator[tuple[Path, Exemption]]:
 
 
 def _never(rule: Any) -> Iterator[tuple[str, str]]:
-    """(key, why) for limits that nothing can pass."""
+    """Yield (key, why) for each limit that nothing can pass."""
     for key, value in vars(rule).items():
         if key.endswith("above") and isinstance(value, Amount) and value.relative and value.value >= 100:
             yield key, _("more than 100% is not possible")
@@ -319,10 +319,10 @@ def _never(rule: Any) -> Iterator[tuple[str, str]]:
 
 
 def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -> None:
-    """Warn of two policies that end the same processes, and of exemptions that another policy undoes; once per rule.
+    """Warn of two policies that end the same processes, and of exemptions that another policy undoes, once per rule.
 
-    Only what is certain is said: whether a user is in a group is known on the machine alone, and a policy for some
-    people that is stricter than the one for all is no contradiction.
+    Only certain conflicts are reported.  Whether a user is in a group is known only on the machine, and a policy for
+    some people that is stricter than the one for all is no contradiction.
     """
     harmful = [
         (path, policy) for path, policy in policies.items() if any(step.name in HARMFUL for step in policy.steps)
@@ -332,7 +332,7 @@ def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -
             warnings = (
                 warning
                 for first_path, first in harmful[:number]
-                if (first.mode or mode) == (policy.mode or mode)  # one that only observes ends no process
+                if (first.mode or mode) == (policy.mode or mode)  # a policy that only observes ends no process
                 for first_name, first_rule, first_place in _rules_of(first)
                 if first_name == name and (rule == first_rule or not rule.kind.by_content) and _meet(first, policy)
                 for warning in (
@@ -346,7 +346,7 @@ def _compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys], mode: str) -
 
 
 def _undone(path: Path, policy: PolicyKeys, other: PolicyKeys, name: str) -> Iterator[tuple[Path, str, str]]:
-    """Exemptions that have no effect, because another policy ends them all the same: where, what, advice."""
+    """Yield (where, what, advice) for each exemption without effect, because another policy ends its processes."""
     for place, spared in _exempt(policy) if _contains(other.only, policy.only) else ():
         if not any(_covers(each, _whom(spared)) for _, each in _exempt(other)):
             text = _("whom this spares, {name!r} ends for {rule} all the same.").format(name=other.name, rule=name)
@@ -360,11 +360,11 @@ def _undone(path: Path, policy: PolicyKeys, other: PolicyKeys, name: str) -> Ite
 def _overlaps(
     first: tuple[Path, PolicyKeys], second: tuple[Path, PolicyKeys], name: str, same_rule: bool
 ) -> Iterator[tuple[Path, str, str]]:
-    """What two policies do to each other that both end processes for the same reason: where, what, advice."""
+    """Yield (where, what, advice) if two policies that end processes for the same reason get in each other's way."""
     (_path, one), (place, two) = first, second
     inner, outer = _contains(one.only, two.only), _contains(two.only, one.only)
     if inner != outer:
-        # One for some that never comes to its end, because the one for more is there before.
+        # The policy for some users never gets to end anything, because the one for more users is faster.
         (wide, (place, narrow)) = (one, second) if inner else (two, first)
         sooner, later = _delay(wide), _delay(narrow)
         if same_rule and sooner <= later and _acts_wherever(wide, narrow):
@@ -389,14 +389,14 @@ def _overlaps(
 
 
 def _delay(policy: PolicyKeys) -> float:
-    """Seconds from when the condition holds to the first harmful step."""
+    """Return the seconds from the moment when the condition holds to the first harmful step."""
     first = next(number for number, step in enumerate(policy.steps) if step.name in HARMFUL)
     delays: list[float] = [step.common.after for step in policy.steps[: first + 1]]
     return policy.for_ + sum(delays)
 
 
 def _acts_wherever(wide: PolicyKeys, narrow: PolicyKeys) -> bool:
-    """Whether *wide*, whose `only` has all of *narrow*'s, spares no user there and at no time."""
+    """Return whether *wide*, whose `only` has all of *narrow*'s, spares none of these users at any time."""
     whom = _whom(narrow.only)
     return (
         wide.hours in (None, narrow.hours)
@@ -419,7 +419,7 @@ def _acts_wherever(wide: PolicyKeys, narrow: PolicyKeys) -> bool:
 
 
 def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
-    """Whether there are certainly processes and moments that both policies are about."""
+    """Return whether there are certainly processes and moments that both policies are about."""
     first, second = _whom(one.only), _whom(two.only)
     if one.claimed_above != two.claimed_above or (one.days and two.days and {*one.days}.isdisjoint(two.days)):
         return False
@@ -440,7 +440,7 @@ def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
 
 
 def _whom(scope: Scope | None) -> Entries:
-    """key -> its entries, for those keys that are given."""
+    """Return key -> its entries, for the keys that are given."""
     given = {key: getattr(scope, key) for key in WHOM} if scope else {}
     return {key: frozenset(value) for key, value in given.items() if value is not None}
 
@@ -451,7 +451,7 @@ def _contains(wide: Scope | None, narrow: Scope | None) -> bool:
 
 
 def _covers(spared: Exemption, whom: Entries, *, perhaps: bool = False) -> bool:
-    """Whether an exemption that does not end spares everybody in *whom*, for certain or *perhaps*."""
+    """Return whether an exemption without an end spares everybody in *whom*, for certain or *perhaps*."""
     outer = _whom(spared)
     return spared.until is None and bool(outer) and all(_holds(key, outer[key], whom, perhaps) for key in outer)
 
@@ -463,5 +463,8 @@ def _holds(key: str, entries: frozenset[Any], whom: Entries, perhaps: bool) -> b
 
 
 def _may_be_others(key: str, entries: frozenset[Any]) -> bool:
-    """All students may be staff, each A100 is an A*, and 0 may be GPU-5f0e; but alice is not bob, and 0 is not 1."""
+    """Return whether different entries of *key* may mean the same users or devices.
+
+    All students may be staff, each A100 is an A*, and 0 may be GPU-5f0e; but alice is not bob, and 0 is not 1.
+    """
     return key in ("groups", "models") or (key == "devices" and not all(map(str.isdecimal, entries)))

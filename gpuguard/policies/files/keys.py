@@ -1,7 +1,7 @@
-"""The language of policy files: what may be written where.  The fields are the keys, the docstrings their help.
+"""The language of policy files: what may be written where.  The fields are the keys, and the docstrings are their help.
 
-Rules bring their own keys (policies/), and so do actions.  Does not read files (see loader), and does not see what the
-keys mean together (see checks).
+Rules have their own keys (policies/), and so do actions.  This module does not read files (see loader), and does not
+judge what the keys mean together (see checks).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d)?")
 
 
 def parse_name(text: str) -> str:
-    """A name that is safe in logs, mails and file names."""
+    """Return *text* if it is a name that is safe in logs, mails and file names."""
     if not _NAME.fullmatch(text):
         raise InvalidRequest(
             _("{text!r} is no name: write small letters, digits and dashes, like 'idle-gpus'.").format(text=text)
@@ -43,7 +43,7 @@ def parse_name(text: str) -> str:
 
 
 def parse_message(text: str) -> str:
-    """A sentence, in one line of at most LONGEST_MESSAGE characters."""
+    """Return *text* as a sentence in one line of at most LONGEST_MESSAGE characters."""
     if not text.strip() or not text.isprintable() or len(text) > LONGEST_MESSAGE:
         raise InvalidRequest(
             _("{text!r:.60} is no message: write one line of 1 to {longest} characters.").format(
@@ -54,7 +54,7 @@ def parse_message(text: str) -> str:
 
 
 def parse_hours(text: str) -> tuple[float, float]:
-    """(begin, end) in seconds since midnight of ``"22:00-07:30"``."""
+    """Return (begin, end) of ``"22:00-07:30"`` in seconds since midnight."""
     match = _HOURS.fullmatch(text.strip())
     if not match:
         raise InvalidRequest(_("{text!r} are no hours: write them like '22:00-07:30'.").format(text=text))
@@ -67,7 +67,7 @@ def parse_hours(text: str) -> tuple[float, float]:
 
 
 def parse_until(text: str) -> float:
-    """The unix time at which the day ``"2026-12-24"`` is over here, or of ``"2026-12-24T18:00"``."""
+    """Return the unix time at which the day ``"2026-12-24"`` is over here, or that of ``"2026-12-24T18:00"``."""
     try:
         if not _DATE.fullmatch(text):
             raise ValueError
@@ -80,7 +80,7 @@ def parse_until(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """A whole number from 1 on."""
+    """Return a whole number of at least 1."""
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise InvalidRequest(
             _("{text!r} is not a whole number from 1 on: write plain digits, like 3.").format(text=text)
@@ -89,7 +89,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_limit(text: str) -> int:
-    """A whole number from 1 to MOST_JOBS."""
+    """Return a whole number from 1 to MOST_JOBS."""
     number = parse_count(text)
     if number > MOST_JOBS:
         raise InvalidRequest(_("{text!r} is no limit any more: write 1 to {most}.").format(text=text, most=MOST_JOBS))
@@ -97,7 +97,7 @@ def parse_limit(text: str) -> int:
 
 
 def parse_interval(text: str) -> float:
-    """Seconds, 100 ms to 1 h."""
+    """Return seconds, from 100 ms to 1 h."""
     seconds = parse_duration(text)
     if not 0.1 <= seconds <= 3600:
         raise InvalidRequest(_("{text!r} is out of range: write 100ms to 1h.").format(text=text))
@@ -105,7 +105,7 @@ def parse_interval(text: str) -> float:
 
 
 def parse_desktop_memory(text: str) -> int:
-    """Bytes, up to 8 GiB."""
+    """Return bytes, up to 8 GiB."""
     most = parse_bytes(text)
     if most > MOST_DESKTOP_MEMORY:
         raise InvalidRequest(_("{text!r} is out of range: write 0B to 8GiB.").format(text=text))
@@ -113,7 +113,7 @@ def parse_desktop_memory(text: str) -> int:
 
 
 _Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, N_("rule"))]
-# One rule, or the names of two ways to join several.
+# One rule, or one of the two ways to join several, by name.
 CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple[_Rule, ...]}
 
 

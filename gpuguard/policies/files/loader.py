@@ -1,7 +1,7 @@
 """Policy files: YAML -> policies, with every fault at its line and column.
 
 A file with a fault gives no policy at all, because half of a policy is another policy.  Names of users are resolved
-once, here.  Does not keep the last good file: see last_good.
+once, here.  This module does not keep the last good file: see last_good.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpuguard.policies.policy import Policy, Step
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
 
-READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
+READ_SECONDS = 20.0  # systemd restarts a daemon that shows no sign of life for 60 seconds
 TOO_LONG = (
     "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
     "`gpuguard policy check` takes as long, then try `gpuguard daemon --reload`."
@@ -37,7 +37,7 @@ TOO_LONG = (
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """What a file says."""
+    """The content of a policy file."""
 
     path: str  # as it was named
     policies: tuple[Policy, ...] = ()  # none when there is a fault
@@ -46,11 +46,11 @@ class PolicyFile:
     interval: tuple[float, float] = (2.0, 10.0)  # (shortest, longest) seconds between samples
     longest_keep: float = 86400.0  # seconds for which users may ask to be left alone
     limits: LimitKeys = field(default_factory=LimitKeys)
-    keep_events: float | None = None  # seconds for which the daemon keeps what it set aside of its log
-    protected: Protected = field(default_factory=Protected)  # who is never touched
+    keep_events: float | None = None  # seconds for which the daemon keeps log files that it set aside
+    protected: Protected = field(default_factory=Protected)  # the users and programs that are never touched
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
-    faults: tuple[Fault, ...] = ()  # what makes the file useless, in the order of the lines
-    warnings: tuple[Fault, ...] = ()  # what is allowed, but hardly meant
+    faults: tuple[Fault, ...] = ()  # mistakes that make the file useless, in the order of the lines
+    warnings: tuple[Fault, ...] = ()  # things that are allowed but hardly meant
     fingerprint: str = ""  # SHA-256 of the text
     text: bytes = field(default=b"", compare=False)
     gone: tuple[str, ...] = ()  # names of users and groups that mean no user any more, in words
@@ -59,20 +59,20 @@ class PolicyFile:
 def load_policies(
     path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None, longest: float | None = None
 ) -> PolicyFile:
-    """Read a policy file; never raises for what stands in it or for how it lies there: see its faults.
+    """Read a policy file.  Whatever is wrong with its content or with the file itself is one of its faults, not raised.
 
     Args:
         path: of the file.
-        trusted_owner: only root may be able to change it; None: if we can do something to others by it.
-        accounts: who is who; this machine's by default.
-        longest: seconds between samples, where something else than the file says it.
+        trusted_owner: whether only root may be able to change it; None means yes if we can use it to affect others.
+        accounts: the users and groups, by default those of this machine.
+        longest: seconds between samples, if something other than the file says it.
     """
     content = content_of(path, trusted_owner=trusted_owner)
     return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts, longest=longest)
 
 
 def load_in_time(path: str, longest: float | None = None, accounts: Accounts | None = None) -> PolicyFile:
-    """As load_policies(), for a service: a directory server that does not answer costs READ_SECONDS at most."""
+    """Call load_policies() for a service: a directory server that does not answer costs it READ_SECONDS at most."""
     read: queue.SimpleQueue[PolicyFile] = queue.SimpleQueue()
     try:
         threading.Thread(
@@ -88,7 +88,10 @@ def load_in_time(path: str, longest: float | None = None, accounts: Accounts | N
 
 
 def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | PolicyFile:
-    """The text of a policy file, or why it cannot be had; *trusted_owner* as for load_policies()."""
+    """Return the text of a policy file, or a PolicyFile that says why it cannot be read.
+
+    *trusted_owner* means the same as in load_policies().
+    """
     only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
     try:
         return read_file(path, only_root=only_root)
@@ -100,14 +103,17 @@ def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | Polic
 
 
 def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
-    """A file that is of no use as a whole."""
+    """Return a PolicyFile that is useless as a whole."""
     return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
 
 
 def parse(
     content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None, longest: float | None = None
 ) -> PolicyFile:
-    """The policies that *content* describes, or its faults; *path* only names it.  The rest as for load_policies()."""
+    """Return the policies that *content* describes, or its faults.
+
+    *path* only names it.  The other arguments mean the same as in load_policies().
+    """
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fingerprint = sha256(content).hexdigest()
     source = YamlSource(content)
@@ -149,10 +155,10 @@ def parse(
 
 
 def _policy_of(keys: PolicyKeys, mode: str, accounts: Accounts) -> Policy:
-    """What the engine works with.
+    """Return the policy that the engine works with.
 
-    A name that means no user any more accuses no user, because its number may be another user's by now.  It spares the
-    number that it had; where that was never seen, the policy only observes.
+    A name that means no user any more accuses no user, because its number may be another user's by now.  In an
+    exemption it still spares the number that it had; if that was never seen, the policy only observes.
     """
     name, value = keys.when
     joined = name in ("all", "any")
@@ -196,17 +202,17 @@ def _present(uids: Iterable[int]) -> Iterator[int]:
 
 
 def _of_present_users(rule: Any) -> Any:
-    """The rule without those users whom it accuses by a name that means no user any more."""
+    """Return the rule without the users whom it accuses by a name that means no user any more."""
     for key in rule.kind.accuses:
         named = getattr(rule, key)
         if any(isinstance(uid, GoneUser) for uid in named):
-            # A rule that names no user is none: one that denies the number of no user finds no user.
+            # A rule must name a user.  One that denies UNKNOWN, which is the number of no user, finds no user.
             rule = replace(rule, **{key: tuple(_present(named)) or (UNKNOWN,)})
     return rule
 
 
 def _spares_unknown(users: Iterable[int], groups: Iterable[str], accounts: Accounts) -> bool:
-    """Whether one of those who are spared is not known, neither now nor from before."""
+    """Return whether any of the spared users and groups is unknown, both now and from before."""
     return UNKNOWN in users or any((GROUP, name) in accounts.gone for name in groups)
 
 

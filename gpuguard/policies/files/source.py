@@ -1,8 +1,9 @@
-"""YAML as text with places: what was written where, before anybody decides what it means.
+"""YAML as text with places: what was written where, before anything decides what it means.
 
 A scalar stays the text it was written as: ``no``, ``22:00``, ``010`` and ``1e3`` are four texts, and the key that
-they belong to says how to read them.  What makes a file mean something else than it looks like is refused: anchors,
-aliases, tags, directives, several documents, deep nesting, invisible characters.  Knows no keys: see decoder.
+they belong to says how to read them.  Whatever makes a file mean something other than it seems to is refused: anchors,
+aliases, tags, directives, several documents, deep nesting, invisible characters.  This module knows no keys: see
+decoder.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     import yaml
 
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
-_WIDTH = 110  # characters of a line that are shown of it
+_WIDTH = 110  # characters of a line that are shown
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong at one place of a file; line and column count from 1, 0 for a fault of the file as a whole."""
+    """A fault at one place of a file.  Line and column count from 1, and are 0 if it is about the file as a whole."""
 
     line: int
     column: int
@@ -38,7 +39,7 @@ class Fault:
     excerpt: str = ""  # the line itself
 
     def lines(self, path: str, *, excerpt: bool = True) -> list[str]:
-        """``path:line:column: text``, the line with a caret under it (not without *excerpt*), and the hint."""
+        """Return ``path:line:column: text``, with *excerpt* the line with a caret under it, and the hint."""
         place = f"{path}:{self.line}:{self.column}" if self.line else path
         found = [neutralise(f"{place}: {self.text}")]
         if self.excerpt and excerpt:
@@ -53,20 +54,20 @@ class Fault:
 
 
 def in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """Each fault once, in the order of the lines."""
+    """Return each fault once, in the order of the lines."""
     return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
 
 
 def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes:
-    """The content of a regular file of at most LARGEST bytes.
+    """Return the content of a regular file of at most LARGEST bytes.
 
-    Where it must be root's, each directory on the way is opened by itself, without following links, and checked through
-    its descriptor, so that nothing can be exchanged between the check and the reading.
+    If it must be root's, each directory on the way is opened separately, without following links, and checked through
+    its descriptor, so that nothing can be exchanged between the check and the read.
 
     Args:
         path: of the file.
         only_root: it and every directory above it must be root's, with no write permission for others.
-        only_public: everybody may read it, so that what is said about it tells nothing new.
+        only_public: everybody must be allowed to read it, so that messages about it reveal nothing new.
 
     Raises:
         InvalidRequest: it is too large, no regular file, or another user could have written it.
@@ -93,7 +94,7 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
 
 def _open_beside_roots(directory: int, name: str, way: str, flags: int) -> int:
     _must_be_roots(os.fstat(directory), os.path.dirname(way))
-    # O_DIRECTORY with O_NOFOLLOW says "not a directory" of a link, so that it must be asked first.
+    # With O_DIRECTORY and O_NOFOLLOW the error of a link is "not a directory", so links must be looked for first.
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
         raise InvalidRequest(
             _("{path} is a symbolic link, and its owner could turn it.\nName the file itself.").format(path=way)
@@ -107,7 +108,7 @@ def _must_be_roots(found: os.stat_result, path: str) -> None:
             st_uid=found.st_uid, path=path
         )
         raise InvalidRequest(f"{path} {why}")
-    # In a sticky directory (/tmp) others can add names, but not take away or replace what is root's.
+    # In a sticky directory (/tmp) others can add names, but neither remove nor replace root's.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & 0o022 and not sticky:
         why = _("can be written by others, who could change what root does.\nRun: chmod go-w {path}").format(path=path)
@@ -115,7 +116,7 @@ def _must_be_roots(found: os.stat_result, path: str) -> None:
 
 
 _LONGEST = 300  # characters of a fault, which may repeat a value of any length
-DEEPEST = 16  # collections within each other; a policy needs 6
+DEEPEST = 16  # nested collections; a policy needs 6
 _PLAIN_ASCII = re.compile(r"[\x20-\x7e\n\t]*")
 
 
@@ -134,7 +135,7 @@ class YamlNode:
 
 
 class YamlSource:
-    """The text of one file, its tree, and the faults that were found in it so far."""
+    """The text of one file, its tree, and the faults found in it so far."""
 
     def __init__(self, content: bytes | str, begin: str | None = "version: 1") -> None:
         self.faults: list[Fault] = []
@@ -163,7 +164,7 @@ class YamlSource:
         self.faults.append(self._at(place, text, hint))
 
     def warn(self, place: YamlNode | tuple[int, int], text: str, hint: str = "") -> None:
-        """Note that something at *place* is allowed, but hardly meant."""
+        """Note that something at *place* is allowed but hardly meant."""
         self.warnings.append(self._at(place, text, hint))
 
     def _at(self, place: YamlNode | tuple[int, int], text: str, hint: str) -> Fault:
@@ -173,10 +174,10 @@ class YamlSource:
         return Fault(line, column, text, hint, excerpt)
 
     def tree(self) -> YamlNode | None:
-        """The root of the file; None when there is none, and then a fault says why."""
+        """Return the root of the file, or None if there is none; then a fault says why."""
         if self.faults or not self._visible():
             return None
-        import yaml  # not above: man pages are made of the commands where no package is installed
+        import yaml  # not above, because man pages are made from the commands where no package is installed
 
         root = None
         try:
@@ -194,7 +195,7 @@ class YamlSource:
                 if root is None:
                     return None
         except yaml.MarkedYAMLError as error:
-            # What was never closed: where it began says more than the end of the file.
+            # If something was never closed, the place where it began says more than the end of the file.
             unclosed = "stream" in (error.problem or "")
             mark = (unclosed and error.context_mark) or error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
