@@ -1,4 +1,4 @@
-"""Rules about time: ``idle``, a device is held but rests; ``age``, a process or a claim goes on for too long."""
+"""Rules about time: ``idle`` finds devices that are held but rest, ``age`` processes and claims that are too old."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class IdleRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """The series of utilization for a sliding window, and what processes do on the CPU and the network."""
+        """The series of utilization for a sliding window, and the use of CPU and network by processes."""
         past = (("utilization", self.over),) if self.over is not None else ()
         return RuleNeeds(past=past, host=self.cpu_below is not None or self.network_below is not None)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Who holds a device that rests."""
+        """Yield a finding for each subject that holds a device that rests."""
         for device in usable_devices(view.snapshot):
             resting = self._resting(view, device)
             if resting is not None and (not self.needs.host or self._host_rests(view, device)):
@@ -89,7 +89,7 @@ class IdleRule(Rule):
                         yield Finding("idle", subject, f"{device_title(device)} {resting}", processes)
 
     def _resting(self, view: RuleView, device: Device) -> str | None:
-        """Why the device counts as resting, None if it does not."""
+        """Return why the device counts as resting, or None if it does not."""
         if device.utilization is None:
             return None
         if self.over is None:
@@ -107,7 +107,7 @@ class IdleRule(Rule):
         )
 
     def _host_rests(self, view: RuleView, device: Device) -> bool:
-        """Whether the processes rest beside the GPU too, as far as that was asked for."""
+        """Return whether the processes rest on the CPU and the network as well, as far as these have limits."""
         if not device.processes_plausible or device.processes is None:
             return False
         for process in [process for process in device.processes if may_compute(process, device)]:
@@ -120,7 +120,10 @@ class IdleRule(Rule):
         return True
 
     def _held(self, view: RuleView, device: Device) -> Iterator[tuple[Subject, float | None, tuple[GpuProcess, ...]]]:
-        """By whom, for how many seconds, and whom an action would mean: processes, claims without one, or none."""
+        """Yield each holder of *device*, the seconds that it has held it, and the processes that an action would mean.
+
+        A holder is a process, a claim without a process or, if there is neither, the device itself.
+        """
         claims = claims_on(view.snapshot, device)
         if not claims and (device.memory_used is None or device.memory_used <= self.memory_above):
             return
@@ -130,7 +133,7 @@ class IdleRule(Rule):
         if not device.processes_plausible or len(present) < sum(
             may_compute(process, device) for process in device.processes or ()
         ):
-            return  # a process of an unknown owner is there: the claim may be theirs
+            return  # a process of an unknown owner is there, who may own the claim
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
             if claim.uid >= 0 and claim not in used:
@@ -158,7 +161,7 @@ class AgeRule(Rule):
 
     @property
     def rests_on(self) -> Evidence:
-        """That a claim has no process is read from the driver."""
+        """SENSOR if claims are judged, because the driver must say that they have no process; otherwise CLOCK."""
         return Evidence.CLOCK if self.claim_without_process_above is None else Evidence.SENSOR
 
     def __post_init__(self) -> None:
@@ -167,13 +170,13 @@ class AgeRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """The memory of the devices, for claims."""
+        """The memory in use on the devices, if claims are judged."""
         limit = self.claim_without_process_above
         return RuleNeeds() if limit is None else RuleNeeds(past=(("memory_used", limit),), claims=True)
 
     @property
     def reaches(self) -> frozenset[str]:
-        """Processes, claims or both, as it is asked for."""
+        """Processes, claims or both, depending on which limits are given."""
         return frozenset(
             what
             for what, limit in (("process", self.run_time_above), ("claim", self.claim_without_process_above))
@@ -181,7 +184,7 @@ class AgeRule(Rule):
         )
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device, and one per claim."""
+        """Yield a finding per process and device, and one per claim."""
         endless = float("inf")
         allowed = endless if self.run_time_above is None else self.run_time_above
         for device, process in computing_processes(view):

@@ -1,8 +1,8 @@
-"""What an admin decides: a policy is rules, whom it is about and when, and the steps of its escalation.
+"""The decisions of an admin: a policy has rules, says whom it is about and when, and has the steps of its escalation.
 
-Decoded already: seconds, percent, uids.  A finding is narrowed to those of its processes that no scope, exemption or
-start grace protects; when it names none, the subject itself is checked.  Whatever cannot be seen in this sample is left
-alone.  Does not read files (see files.loader) and does not judge (see engine).
+All values are decoded already: seconds, percent, uids.  A finding is narrowed to those of its processes that no scope,
+exemption or start grace protects; if it names no process, the subject itself is checked.  Whatever cannot be seen in
+this sample is left alone.  This module does not read files (see files.loader) and does not judge (see engine).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # these names are new: a job that waits through an upgrade im
 # The guard and signals by hand keep to it, whatever a policy says.
 KILL_AFTER = 30.0
 
-# Seconds that a person in front of the process has more: one on a terminal or in a notebook, or with a debugger.
+# Extra seconds if a person sits in front of the process: on a terminal, in a notebook, or with a debugger.
 INTERACTIVE_SECONDS = 600.0
 
 Options = tuple[tuple[str, float | int | str | bool | None], ...]
@@ -48,13 +48,13 @@ class Step:
     """One step of an escalation."""
 
     action: ActionName
-    # seconds since the step before was asked for; of the first step: since the condition has held for `hold`
+    # seconds since the step before was asked for; for the first step, since the condition has held for `hold`
     after: float = 0.0
     options: Options = ()  # of the action: signal, to, message, ...
 
 
 def parse_path(text: str) -> str:
-    """A whole path, or a glob of one."""
+    """Return *text* if it is a whole path, or a glob of one."""
     if not text.startswith("/"):
         raise InvalidRequest(
             _("{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.").format(text=text)
@@ -68,7 +68,7 @@ _DEVICE = re.compile(
 
 
 def parse_device(text: str) -> str:
-    """An index, a uuid or the beginning of one."""
+    """Return *text* if it is an index, a uuid or the beginning of one."""
     if not _DEVICE.fullmatch(text):
         raise InvalidRequest(
             _("{text!r} is no GPU: write an index like 0, or a uuid like 'GPU-8f31c2'.").format(text=text)
@@ -76,8 +76,8 @@ def parse_device(text: str) -> str:
     return text
 
 
-# In the next three the fields are keys of policy files, and the docstrings their help.  Unknown facts never match for
-# `only`, and always match for `except`.
+# In the next three classes the fields are keys of policy files, and the docstrings are their help.  Unknown facts never
+# match in `only`, and always match in `except`.
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Until:
             raise InvalidRequest(_("nothing is said: write temperature or power, each with `below`."))
 
     def is_reached(self, device: Device | None) -> bool:
-        """Whether a pause need not go on for *device*."""
+        """Return whether a pause need not go on because of *device*."""
         if device is None:
             return True
         values: list[tuple[float | None, float | None]] = []
@@ -181,10 +181,10 @@ class Until:
 
 @dataclass(frozen=True)
 class Policy:
-    """When these rules hold for so long, take these steps.
+    """Rules, and the steps to take when they have held for so long.
 
     Raises:
-        InvalidRequest: it contradicts itself; so does a kill without a terminate KILL_AFTER before it.
+        InvalidRequest: it contradicts itself, for example by a kill without a terminate KILL_AFTER before it.
     """
 
     name: str  # unique
@@ -196,18 +196,18 @@ class Policy:
     told: bool = False  # it takes nothing from a user whom no message has reached
     until: Until | None = None  # how long a pause lasts beyond the condition
     exempt: tuple[Exemption, ...] = ()  # whom it spares; each with its own end
-    devices_at_least: int = 1  # on so many devices of the same user the condition must hold at once
+    devices_at_least: int = 1  # number of devices of one user on which the condition must hold at once
     # (begin, end) in seconds since local midnight; an end before the begin means the next morning
     hours: tuple[float, float] | None = None
     days: frozenset[int] | None = None  # 0 = Monday; with hours over midnight it is the day on which they begin
-    claimed_above: float | None = None  # percent of the devices that must be claimed, and more than that
-    at_most_users: int = 3  # when more would be hit at once, none is, if the rules rest on what can fail for everybody
-    at_most_jobs: int = 5  # that are hit at once: the others follow
+    claimed_above: float | None = None  # it applies only while more than this percentage of devices is claimed
+    at_most_users: int = 3  # if more would be hit at once, none is, unless the rules rest on CLOCK evidence alone
+    at_most_jobs: int = 5  # jobs that are hit at once; the others follow
     at_most_processes: int | None = None  # counts processes in place of jobs
-    order: Literal["newest", "oldest", "most_memory", "least_used", "most_power"] = "most_memory"  # of those turns
-    some_beyond: bool = False  # more users than that are hit in turns, whatever the rules rest on
-    message: str | None = None  # what users are told before what was seen
-    keep: bool | None = None  # whether users can ask to be spared; None: unless a rule protects others
+    order: Literal["newest", "oldest", "most_memory", "least_used", "most_power"] = "most_memory"  # of the jobs
+    some_beyond: bool = False  # more users than at_most_users are hit in turns, whatever the rules rest on
+    message: str | None = None  # a sentence that users are told before what was seen
+    keep: bool | None = None  # whether users can ask to be spared; None: yes, unless a rule protects others
     cooldown: float = 0.0  # seconds after the last step in which the subject is left alone
     enforce: bool = False  # False: its verdicts are for the log only
     steps: tuple[Step, ...] = ()
@@ -234,17 +234,17 @@ class Policy:
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether a user is spared who asks for it by `gpuguard keep`; whom root spares always is."""
+        """Whether users are spared who ask for it by `gpuguard keep`; those whom root spares always are."""
         return not any(rule.kind.protects_others for rule in self.rules) if self.keep is None else self.keep
 
     @property
     def rests_on(self) -> Evidence:
-        """What its findings rest on: the least certain of what its rules do."""
+        """The evidence that its findings rest on: the least certain evidence of its rules."""
         return min((rule.rests_on for rule in self.rules), key=list(Evidence).index)
 
 
 def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float | None]]:
-    """(number, seconds since a terminate) of each kill among *steps*, (action, after), that comes too early."""
+    """Yield (number, seconds since a terminate) of each kill among *steps*, (action, after), that comes too early."""
     since_terminate: float | None = None
     for number, (action, after) in enumerate(steps):
         since_terminate = None if since_terminate is None else since_terminate + after
@@ -255,13 +255,13 @@ def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float
 
 
 def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, float] | None:
-    """The one of *steps*, (action, when), that takes most from the user; of those that take as much the first."""
+    """Return the one of *steps*, (action, when), that takes most from the user; if several take as much, the first."""
     harmful = [step for step in steps if step[0] in HARMFUL]
     return max(harmful, key=lambda step: (step[0] in ENDING_ACTIONS, step[0] in DESTRUCTIVE, -step[1]), default=None)
 
 
 def why_inapplicable(step: Step, finding: Finding) -> str | None:
-    """Why a step is passed over for whom a rule has found: it has nothing there that it could act on."""
+    """Return why a step is passed over because *finding* has nothing that it could act on, or None if it has."""
     peopled = bool(finding.processes) or finding.subject.kind == "process"
     if step.action in ON_PROCESSES and not peopled:
         return f"{step.action} is passed over: no process is meant" + (
@@ -274,20 +274,20 @@ def why_inapplicable(step: Step, finding: Finding) -> str | None:
 
 @dataclass(frozen=True)
 class Note:
-    """What was not acted on, and why."""
+    """A note of something that was not acted on, and why."""
 
     kind: NoteKind
     text: str  # a sentence without a full stop
-    policy: str | None = None  # its name; None when it is about the sampling as such
-    subject: Subject | None = None  # who is left alone; None when it is everybody
+    policy: str | None = None  # its name, or None if the note is about the sampling itself
+    subject: Subject | None = None  # who is left alone, or None if everybody is
 
 
 @dataclass(frozen=True)
 class NoteMeaning:
-    """What a kind of note says.  The kinds that are not recorded repeat at every sample that nothing is to be done."""
+    """The meaning of a kind of note.  Kinds that are not recorded repeat at every sample that nothing is to be done."""
 
     text: str
-    recorded: bool = False  # each is an event of the audit log, when it is new
+    recorded: bool = False  # each new one is an event of the audit log
     spares: bool = False  # it leaves a user alone although the rule was met
 
 
@@ -318,36 +318,37 @@ NOTES: Mapping[NoteKind, NoteMeaning] = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one sample led to: what is to be done now, and what is not and why.  Both in a stable order."""
+    """The result of one sample: what is to be done now, and what is not and why, both in a stable order."""
 
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[Note, ...] = ()
 
 
 TimeSpan = tuple[float, float]  # begin and end
-KEPT_SECONDS, KEPT_WITHIN = 72 * 3600.0, 7 * 86400.0  # for which a user can keep one process or claim, in any such time
+# A user can keep one process or claim for KEPT_SECONDS in any time of KEPT_WITHIN seconds.
+KEPT_SECONDS, KEPT_WITHIN = 72 * 3600.0, 7 * 86400.0
 
 
 def seconds_within(spans: Iterable[TimeSpan], begin: float, end: float) -> float:
-    """How much of the time from *begin* to *end* lies in *spans*, which do not overlap."""
+    """Return how much of the time from *begin* to *end* lies in *spans*, which do not overlap."""
     return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in spans)
 
 
 @dataclass(frozen=True)
 class KeptMark:
-    """Until when what is meant is left alone, because it was asked for by `gpuguard keep`.  All times are clocks."""
+    """The time until which a user, claim or device is left alone because of `gpuguard keep`.  All times are clocks."""
 
     until: float
-    # when its user kept anything, if they asked for it themselves; None: root did, in all policies and without limit
+    # when its user kept anything, or None if it was not they but root who asked, for all policies and without limit
     spans: tuple[TimeSpan, ...] | None = None
 
     def holds(self, policy: Policy, since: float, clock: float) -> bool:
-        """Whether it keeps from *policy* a process or claim that began at *since*."""
+        """Return whether it protects a process or claim that began at *since* from *policy*."""
         spent = seconds_within(self.spans or (), max(since, clock - KEPT_WITHIN), clock)
         return clock < self.until and (self.spans is None or (policy.may_be_kept and spent < KEPT_SECONDS))
 
 
-Kept = Mapping[tuple[str, int | str], KeptMark]  # by whom or what is meant, as in ("uid", 1001)
+Kept = Mapping[tuple[str, int | str], KeptMark]  # by the user or thing that is meant, as in ("uid", 1001)
 Protection = tuple["NoteKind", str]  # the kind of a note, and its words
 
 DAY = 86400  # seconds
@@ -356,9 +357,9 @@ DAY = 86400  # seconds
 def drop_protected(
     findings: Iterable[Finding], policy: Policy, index: SampleIndex, kept: Kept
 ) -> tuple[list[Finding], list[Note]]:
-    """*findings* with those whom nothing protects, and what protects the others.
+    """Return *findings* narrowed to processes and subjects that nothing protects, and notes on what protects the others.
 
-    Nothing is said of those whom the policy is not about.
+    There are no notes on those that the policy is not about.
     """
     left, notes = list[Finding](), list[Note]()
     for finding in findings:
@@ -386,7 +387,7 @@ def drop_protected(
 
 
 def _unseen(subject: Subject, index: SampleIndex) -> Protection | None:
-    """Why it is not known whether a subject is there at all; None when it is."""
+    """Return why it is not known whether a subject is there at all, or None if it is known."""
     if subject.device is not None and subject.device not in index.devices:
         return "gap", "the GPU is missing from the sample"
     claim = index.claim_of(subject)
@@ -413,7 +414,7 @@ def _unseen_process(process: Subject | GpuProcess, uuid: str | None, index: Samp
 def _protection(
     target: PolicyTarget, policy: Policy, index: SampleIndex, kept: Kept
 ) -> Protection | tuple[Literal["scope"], str] | None:
-    """What keeps *target* from being acted on: a kind of note and its words."""
+    """Return what keeps *target* from being acted on, as a kind of note and its words, or None if nothing does."""
     if policy.only and not _is_in(policy.only, target, index, unknown=False):
         return "scope", "outside `only`"
     for scope in policy.exempt:
@@ -432,7 +433,7 @@ def _protection(
 
 
 def _marks(target: PolicyTarget, index: SampleIndex) -> Iterator[tuple[str, int | str]]:
-    """Everything about *target* that a user may have asked to keep."""
+    """Yield everything about *target* that a user may have asked to keep."""
     parents = {index.devices[uuid].parent_uuid for uuid in target.reach if uuid in index.devices}
     reach = {*target.reach, *filter(None, parents)}  # the number of a divided device means its instances
     claims = {claim.id for uuid in reach for claim in index.claims_on.get(uuid, ()) if claim.uid in target.uids}
@@ -443,11 +444,11 @@ def _marks(target: PolicyTarget, index: SampleIndex) -> Iterator[tuple[str, int 
 
 
 def _is_in(scope: Scope, target: PolicyTarget, index: SampleIndex, *, unknown: bool) -> bool:
-    """Whether all keys of *scope* match.
+    """Return whether all keys of *scope* match.
 
     Args:
-        unknown: whether an unknown fact matches, and one device of all that would be touched is enough (`except`); else
-            each device where the condition holds must match (`only`).
+        unknown: if true (`except`), an unknown fact matches, and one of all devices that would be touched is enough; if
+            false (`only`), each device where the condition holds must match.
     """
     if scope.users is not None and target.uids.isdisjoint(scope.users):
         return False
@@ -473,9 +474,9 @@ def _is_in(scope: Scope, target: PolicyTarget, index: SampleIndex, *, unknown: b
 
 
 def absent(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
-    """Each entry of its `only` and `except` that means no device of this machine, in words.
+    """Yield each entry of the policy's `only` and `except` that means no device of this machine, in words.
 
-    Nothing is said where a device, or a name, could not be read.
+    Yields nothing if a device, or the name of one, could not be read.
     """
     unread = any(device.name is None for device in snapshot.devices) or any(
         gap.field == "device" for gap in snapshot.gaps
@@ -502,11 +503,11 @@ def _is_model(device: Device, pattern: str, unknown: bool) -> bool:
 
 
 def outside_schedule(policy: Policy, index: SampleIndex) -> Note | None:
-    """Why the policy does not apply to anybody now."""
+    """Return why the policy does not apply to anybody now, or None if it does."""
     if not is_within(policy.hours, policy.days, index.view.snapshot.taken_at + index.zone):
         return Note("hours", "outside the hours or days of the policy", policy.name)
     if policy.claimed_above is not None:
-        # A device that is divided counts as its parts.
+        # A divided device counts as its parts.
         divided = {device.parent_uuid for device in index.devices.values()}
         parts = [uuid for uuid in index.devices if uuid not in divided]
         share = 100 * sum(uuid in index.claims_on for uuid in parts) / len(parts) if parts else None
@@ -517,9 +518,9 @@ def outside_schedule(policy: Policy, index: SampleIndex) -> Note | None:
 
 
 def is_within(hours: tuple[float, float] | None, days: frozenset[int] | None, local: float) -> bool:
-    """Whether local time, as seconds since 1970 with the offset of the zone, is in these hours of these days.
+    """Return whether *local* time, as seconds since 1970 with the offset of the zone, is in these hours of these days.
 
-    Hours over midnight belong to the day on which they begin; equal ends are a whole day.
+    Hours over midnight belong to the day on which they begin.  Equal ends mean a whole day.
     """
     day, second = int(local // DAY), local % DAY
     if hours is not None and hours[0] != hours[1]:
@@ -535,14 +536,17 @@ def is_within(hours: tuple[float, float] | None, days: frozenset[int] | None, lo
 def on_enough_devices(
     findings: Sequence[Finding], policy: Policy, index: SampleIndex
 ) -> tuple[Sequence[Finding], Iterable[Note]]:
-    """Those findings whose users have the condition on enough devices at once, narrowed to these users."""
+    """Return the findings whose users have the condition on enough devices at once, and notes on the others.
+
+    The findings are narrowed to these users.
+    """
     if policy.devices_at_least <= 1:
         return findings, ()
     devices: dict[int, set[str]] = {}
     for finding in findings:
         for uid, places in _places(finding, index).items():
             devices.setdefault(uid, set()).update(places)
-    # A device that is divided counts as its parts.
+    # A divided device counts as its parts.
     parents = {uuid: device.parent_uuid for uuid, device in index.devices.items()}
     counts = {uid: len(places - {parents.get(uuid) for uuid in places}) for uid, places in devices.items()}
     enough = {uid for uid, count in counts.items() if count >= policy.devices_at_least}
@@ -558,7 +562,7 @@ def on_enough_devices(
 
 
 def _places(finding: Finding, index: SampleIndex) -> dict[int, set[str]]:
-    """The devices on which each user is meant by a finding."""
+    """Return the devices on which a finding means each user."""
     subject, places = finding.subject, dict[int, set[str]]()
     for process in finding.processes:
         if process.uid is not None:
@@ -573,24 +577,24 @@ def _places(finding: Finding, index: SampleIndex) -> dict[int, set[str]]:
     return places
 
 
-_OF_TERMINAL = frozenset({"interactive", "batch"})  # of which of the two a process is, its terminal tells
+_OF_TERMINAL = frozenset({"interactive", "batch"})  # the terminal of a process tells which of the two it is
 
 
 @dataclass(frozen=True)
 class PolicyTarget:
-    """What could be hit: a process, or a subject that has none."""
+    """A target that could be hit: a process, or a subject that has none."""
 
     uids: frozenset[int]  # of the process, or of the owners of the subject
     places: tuple[str, ...]  # the devices where the condition holds
     reach: tuple[str, ...]  # all devices that would be touched
-    began: float  # clock; a process stays the same under whatever claim; 0 when unknown
-    age: float | None  # seconds; None when unknown
-    process: GpuProcess | None = None  # None when it is no process
-    claim: ClaimRecord | None = None  # that it is accused with
+    began: float  # clock, which for a process does not depend on its claim; 0 if unknown
+    age: float | None  # seconds
+    process: GpuProcess | None = None  # None if it is no process
+    claim: ClaimRecord | None = None  # the claim that it is accused with
 
 
 def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex) -> PolicyTarget:
-    """A process that a finding about *subject* means; it must be in *index*."""
+    """Return the target for a process that a finding about *subject* means; the process must be in *index*."""
     assert process.start_time is not None and process.uid is not None
     reach = tuple(index.processes[process.pid, process.start_time])
     claim = index.claim_of(subject)
@@ -606,7 +610,7 @@ def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex)
 
 
 def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarget:
-    """A subject without processes: the owners of its claims stand for it."""
+    """Return the target for a subject without processes; the owners of its claims stand for it."""
     own = index.claim_of(subject)
     if own is not None:
         claims = [own]
@@ -621,7 +625,7 @@ def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarge
 
 
 def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: float = float("inf")) -> float | None:
-    """Seconds since the newest of *claims* and a process began; None when it is not known."""
+    """Return the seconds since the newest of *claims* and a process began, or None if that is not known."""
     least = of_process
     for claim in claims:
         if claim.since is None:
@@ -631,13 +635,13 @@ def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: fl
 
 
 def is_interactive(process: GpuProcess, index: SampleIndex) -> bool:
-    """Whether a person certainly sits in front of it."""
+    """Return whether a person certainly sits in front of *process*."""
     use = index.view.host.get((process.pid, process.start_time or 0.0))
     return bool(interactive_use(" ".join(process.command or ()), use and use.terminal, use and use.traced))
 
 
 def certain_kinds(target: PolicyTarget, index: SampleIndex) -> frozenset[str]:
-    """What a target certainly is, of interactive, batch and container; nothing when it is no process."""
+    """Return which of interactive, batch and container a target certainly is; none of them if it is no process."""
     process = target.process
     if process is None:
         return frozenset()

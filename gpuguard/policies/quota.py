@@ -61,7 +61,7 @@ class QuotaRule(Rule):
 
     @property
     def rests_on(self) -> Evidence:
-        """How much memory is in use is read from the driver."""
+        """SENSOR if memory is limited, because its use is read from the driver; otherwise CLOCK."""
         return Evidence.CLOCK if self.memory is None else Evidence.SENSOR
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class QuotaRule(Rule):
             raise InvalidRequest(_("per: claim knows devices and memory only: delete claims, gpu_hours and shared_by."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per claim, or process without one, that is in excess."""
+        """Yield a finding for each claim, or process without one, that is in excess."""
         of_user = _holdings(view)
         # Name, uids and holdings of everybody who has the quota, the oldest holding first.
         accounts: list[tuple[str, Iterable[int], Sequence[_Holding]]] = []
@@ -106,7 +106,7 @@ class QuotaRule(Rule):
         yield from found.values()
 
     def _excesses(self, view: RuleView, uids: Iterable[int], held: Sequence[_Holding]) -> Iterator[tuple[int, str]]:
-        """(how many of the newest holdings, why) for each limit that is passed."""
+        """Yield (how many of the newest holdings are in excess, why) for each limit that is passed."""
         if self.devices is not None:
             limit, of_all = self.devices, ""
             if isinstance(limit, Amount):
@@ -148,16 +148,16 @@ class _Holding:
 
 
 def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
-    """What each user has, the oldest first: claims, each with its processes, and the processes without a claim.
+    """Return the holdings of each uid, the oldest first: claims with their processes, and processes without a claim.
 
-    Root has nothing: a process of root is a container or a service, and its user is unknown.
+    Root has none, because a process of root is a container or a service, and its user is unknown.
     """
     found: dict[object, _Holding] = {}
     boot = view.snapshot.taken_at - view.clock  # unix time at which the clock was 0
     for claim in view.snapshot.claims:
         if claim.alive and claim.uid > 0 and claim.devices:  # a record alone costs its owner nothing
-            # Of unknown age: older than everything, and the last to be in excess.  A lock without a record is the first
-            # one, since another user may have taken it and sent it: it puts nothing else in excess.
+            # A claim of unknown age counts as older than everything, so it is the last to be in excess.  A lock without
+            # a record is the first, because another user may have taken it and sent it; it puts nothing else in excess.
             since = float("inf") if claim.pid is None else (claim.since or float("-inf")) - boot
             found[claim.uid, claim.id] = _Holding(
                 claim_subject(claim), (since, claim.written or 0.0), set(claim.devices)
@@ -169,9 +169,10 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
                 continue
             own = [claim for claim in here if claim.uid == process.uid]
             under = claim_of(process, own, view.seen) if own else None
-            # By its owner, too: an id alone could be copied, to have the processes of its claim counted as another's.
+            # The key has the owner as well, because an id alone could be copied, so that the processes of its claim count
+            # as another user's.
             key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
-            # One that began long ago and comes to the GPU now is no older than what others had there before.
+            # A process that began long ago but came to the GPU late is no older there than what others had before.
             since = view.arrivals.arrived(device.uuid, (process.pid, process.start_time)) or process.start_time
             held = found.setdefault(key, _Holding(process_subject(device, process), (since, 0.0)))
             if held.subject.kind == "process":  # a claim has the devices that it names, maybe as instances of one
@@ -186,7 +187,7 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
 
 
 def _excess(oldest_first: Sequence[_Holding], measure: Callable[[Iterable[_Holding]], float], limit: float) -> int:
-    """How many of the newest holdings must go, so that what is left measures at most *limit*."""
+    """Return how many of the newest holdings must go so that the rest measures at most *limit*."""
     kept = len(oldest_first)
     while kept and measure(oldest_first[:kept]) > limit:
         kept -= 1

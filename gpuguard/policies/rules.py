@@ -1,6 +1,6 @@
-"""The table of rules, by the name in a policy file, and what the rules of some policies need together.
+"""The table of rules, by their names in policy files, and what the rules of some policies need together.
 
-Everything else about a rule stands on its class: see view.Rule.
+Everything else about a rule stands in its class: see view.Rule.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ RULES: dict[str, type[Rule]] = {
 
 @dataclass(frozen=True)
 class Needs(RuleNeeds):
-    """What some policies judge by, beyond what is read for everybody."""
+    """The needs of some policies together, beyond what is read for everybody."""
 
     policies: Sequence[Policy] = ()
-    kinds: bool = False  # whether a person sits in front of a process, so that debuggers are looked for
+    kinds: bool = False  # whether it matters who sits in front of a process, so that debuggers are looked for
     targets: tuple[str, ...] = ()  # names of the targets that any of them notifies
 
 
 def needs_of(policies: Sequence[Policy]) -> Needs:
-    """What *policies* want to know; () want what everybody is shown.  Of the past see view.windows_of()."""
+    """Return what *policies* need; () need what everybody is shown.  For the past, see view.windows_of()."""
     rules = [rule.needs for policy in policies for rule in policy.rules]
     kinds = any(scope and scope.kinds for policy in policies for scope in (policy.only, *policy.exempt))
     kinds = kinds or any(step.action in DISRUPTIVE for policy in policies for step in policy.steps)
