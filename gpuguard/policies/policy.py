@@ -357,7 +357,7 @@ DAY = 86400  # seconds
 def drop_protected(
     findings: Iterable[Finding], policy: Policy, index: SampleIndex, kept: Kept
 ) -> tuple[list[Finding], list[Note]]:
-    """Return *findings* narrowed to processes and subjects that nothing protects, and notes on what protects the others.
+    """Return *findings* narrowed to processes and subjects that nothing protects, and notes on what protects others.
 
     There are no notes on those that the policy is not about.
     """

@@ -169,8 +169,8 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
                 continue
             own = [claim for claim in here if claim.uid == process.uid]
             under = claim_of(process, own, view.seen) if own else None
-            # The key has the owner as well, because an id alone could be copied, so that the processes of its claim count
-            # as another user's.
+            # The owner is in the key as well: an id alone could be copied, so that the processes of its claim count as
+            # another user's.
             key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
             # A process that began long ago but came to the GPU late is no older there than what others had before.
             since = view.arrivals.arrived(device.uuid, (process.pid, process.start_time)) or process.start_time

@@ -1,4 +1,4 @@
-"""Rules about the readings of a device, about what one process, user or claim has there, and about the host's own.
+"""Rules about the readings of a device, about what one process, user or claim has there, and about those of the host.
 
 ``memory``, ``temperature``, ``power``, ``utilization``, ``processes``, ``health``, ``host_memory`` and ``host_cpu``.
 """
@@ -39,7 +39,7 @@ from gpuguard.units import (
 
 
 def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:
-    """As findings_where(), for readings that a device has as a whole: an instance is judged by those of its device."""
+    """Yield findings like findings_where(), for readings of a whole device: its instances are judged by them."""
     uuids, usable = {device.uuid for device in view.snapshot.devices}, usable_devices(view.snapshot)
     for whole in view.snapshot.devices:
         if whole.parent_uuid in uuids or not (text := why(whole)):
@@ -75,7 +75,7 @@ class MemoryRule(Rule):
     per: Literal["process", "user", "claim", "device"] = "process"
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Whose use is above the limit."""
+        """Return a finding for each subject whose use is above the limit."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
             claim = None
@@ -121,7 +121,7 @@ class TemperatureRule(Rule):
     per: Literal["device", "process"] = "device"
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Which devices are too hot."""
+        """Return findings about the devices that are too hot."""
 
         def why(device: Device) -> str | None:
             if device.temperature is None or device.temperature <= self.above:
@@ -153,7 +153,7 @@ class PowerRule(Rule):
     per: Literal["device", "process"] = "device"
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Which devices draw too much."""
+        """Return findings about the devices that draw too much."""
 
         def why(device: Device) -> str | None:
             limit = self.above.of(device.power_limit)
@@ -198,7 +198,7 @@ class UtilizationRule(Rule):
             raise InvalidRequest(_("utilization wants exactly one of above and below: {utilization: {above: 95%}}."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Who is beyond the limit."""
+        """Return a finding for each subject that is beyond the limit."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
             percent = processes[0].utilization if self.per == "process" else device.utilization
@@ -233,7 +233,7 @@ class ProcessesRule(Rule):
     per: Literal["device", "user"] = "device"
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Where there are too many."""
+        """Yield findings about the devices with too many processes."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
             count = len(processes if self.per == "user" else computing(device))
@@ -245,7 +245,7 @@ class ProcessesRule(Rule):
             yield replace(finding, processes=self._in_excess(finding, view)) if finding.processes else finding
 
     def _in_excess(self, finding: Finding, view: RuleView) -> tuple[GpuProcess, ...]:
-        """The newest jobs, whole, without which there are not too many."""
+        """Return the processes of the newest jobs, each job whole, without which there are not too many."""
         members = {member_of(process, view): process for process in finding.processes}
         came = {member: self._came(member, finding, view) for member in members}
         jobs: dict[str, list[JobMember]] = {}
@@ -259,7 +259,10 @@ class ProcessesRule(Rule):
         return tuple(excess)
 
     def _came(self, member: JobMember, finding: Finding, view: RuleView) -> tuple[float, int]:
-        """When it came to that GPU, which may be long after it began; of two at once the one with the later pid."""
+        """Return when *member* came to that GPU, which may be long after it began, and its pid.
+
+        Of two that came at once, the one with the higher pid is the newer one.
+        """
         pid, began = member.process
         return view.arrivals.arrived(finding.subject.device or "", member.process) or began, pid
 
@@ -308,17 +311,17 @@ class HealthRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """Only the groups that these keys ask for: both together cost 15 driver calls per device and sample."""
+        """Only the groups that these keys need, because both together cost 15 driver calls per device and sample."""
         groups = ((CLOCKS, self.throttle_reasons), (ECC, self._limits()))
         return RuleNeeds(frozenset(group for group, limits in groups if limits))
 
     @property
     def reaches(self) -> frozenset[str]:
-        """Processes, if they are asked for."""
+        """Processes, if `with_processes` is true."""
         return frozenset({"process"} if self.with_processes else ())
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per device."""
+        """Yield a finding per device."""
         for device in view.snapshot.devices:
             problems = _named(device.problems, self.problems)
             slowed = _named(device.throttle_reasons, self.throttle_reasons) if self.throttle_reasons else ""
@@ -346,7 +349,7 @@ def _named(names: tuple[str, ...] | None, globs: tuple[str, ...]) -> str:
 
 
 def _findings_of_users(rule: str, view: RuleView, why: Callable[[UserUse], str | None]) -> Iterator[Finding]:
-    """A finding for each user of whose use of the machine *why* says something; it means their processes on GPUs."""
+    """Yield a finding for each user about whose use *why* says something; it means their processes on GPUs."""
     for uid, use in sorted(view.machine.users.items()):
         if uid > 0 and (text := why(use)):
             own = {process.pid: process for _, process in computing_processes(view) if process.uid == uid}
@@ -378,11 +381,11 @@ class HostMemoryRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """What each user takes of the machine's memory, of those who may have more than this."""
+        """The memory of the machine that each user takes who may have more than this."""
         return RuleNeeds(machine=(self.above,))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Whose processes take too much."""
+        """Return a finding for each user whose processes take too much."""
 
         def why(use: UserUse) -> str | None:
             limit = self.above.of(view.machine.memory)
@@ -420,7 +423,7 @@ class HostCpuRule(Rule):
     above: Annotated[float, parse_percent]
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Whose processes take too much."""
+        """Return a finding for each user whose processes take too much."""
 
         def why(use: UserUse) -> str | None:
             cores = view.machine.cores

@@ -1,8 +1,8 @@
-"""Rules by trend: ``memory_growth``, memory in use rises too fast, as in a leak; ``forecast``, it will be full soon.
+"""Rules by trend: ``memory_growth`` (memory in use rises too fast, as in a leak), ``forecast`` (it will be full soon).
 
-Where a series is going is told by the slopes between all pairs of some of its samples (Theil-Sen).  Their middle hardly
-moves when a quarter of the samples is wild, and a single jump, however high, lifts about half of them: a job that loads
-its model once is no trend.  H. Theil 1950; P. K. Sen, JASA 63 (1968) 1379.
+The trend of a series is told by the slopes between all pairs of some of its samples (Theil-Sen).  The middle one hardly
+moves when a quarter of the samples is wild.  A single jump, however high, lifts only about half of the slopes, so that
+a job that loads its model once is no trend.  H. Theil 1950; P. K. Sen, JASA 63 (1968) 1379.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
 
 POINTS = 24  # 276 pairs
-GOLDEN = 0.618034  # samples are taken at uneven distances, so that they keep no pace with what rises and falls
+GOLDEN = 0.618034  # samples are picked at uneven distances, so that they keep no pace with a value that rises and falls
 
 
 def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list[float]:
-    """Per second, rising, between all pairs of at most POINTS samples of the last *seconds*.
+    """Return the slopes per second, rising, between all pairs of at most POINTS samples of the last *seconds*.
 
-    [0.0] where nothing changes; else [] unless the samples cover the time without a large hole.
+    Returns [0.0] if nothing changes; otherwise [] unless the samples cover the time without a large hole.
     """
     series = view.past.get((key_of(subject), field), ())
     first = bisect_left(series, view.clock - seconds, key=clock_of)
@@ -43,13 +43,15 @@ def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list
 
 
 def middle(ordered: Sequence[float]) -> float:
-    """The best single guess of ordered slopes; the lower one of two."""
+    """Return the best single guess of ordered slopes, the middle one; of two, the lower one."""
     return ordered[(len(ordered) - 1) // 2]
 
 
 def sure(ordered: Sequence[float]) -> float:
-    """What three quarters of ordered slopes reach.  Chance alone lifts so many above 0 once in some thousand times:
-    with 24 points it lifts 50% +- 7% (M. G. Kendall, Biometrika 30 (1938) 81), and a jump half-way lifts 56% at most.
+    """Return the slope that three quarters of ordered slopes reach.
+
+    Chance alone lifts so many above 0 once in some thousand times: with 24 points it lifts 50% +- 7% (M. G. Kendall,
+    Biometrika 30 (1938) 81), and a jump half-way lifts 56% at most.
     """
     return ordered[int(0.25 * (len(ordered) - 1))]
 
@@ -90,7 +92,7 @@ class MemoryGrowthRule(Rule):
         return RuleNeeds(past=(("memory_used", self.over),))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Whose memory grows too fast."""
+        """Return a finding for each subject whose memory grows too fast."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
             rates = slopes(view, subject, "memory_used", self.over)
@@ -131,7 +133,7 @@ class ForecastRule(Rule):
         return RuleNeeds(past=(("memory_used", self.over),))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """Where memory will be full."""
+        """Return a finding for each subject by whose trend memory will be full soon."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
             free = device.memory_free

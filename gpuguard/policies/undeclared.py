@@ -1,7 +1,7 @@
-"""Finds rules that judge by what is not read for them.  They would never fire, because what is not read is unknown.
+"""Find rules that judge by values that are not read for them, and so are unknown.  Such a rule would never fire.
 
-A rule is tried on GPUs each value of which is as low or as high as can be, so that any three values occur together in
-all combinations.  What a rule looks at only behind more than three conditions is not noticed.
+A rule is tried on GPUs whose values are each as low or as high as possible, so that any three values occur together in
+all combinations.  A value that a rule looks at only behind more than three conditions is not noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS = [
 
 
 class _Noted:
-    """A device or a view, of which each field that is looked at gets into *read*."""
+    """A device or a view that notes in *read* each of its fields that is looked at."""
 
     def __init__(self, noun: Device | RuleView, read: set[str]) -> None:
         self._noun, self._read = noun, read
@@ -40,7 +40,7 @@ class _Noted:
 
 @lru_cache(maxsize=256)
 def undeclared(rule: Rule) -> tuple[str, ...]:
-    """What is missing in the `needs` of *rule*: groups of fields of devices, and fields of a RuleView."""
+    """Return what the `needs` of *rule* lack: groups of fields of devices, and fields of a RuleView."""
     needs, read = rule.needs, {name for name, _ in rule.needs.past}
     for view in _views():
         devices: Any = tuple(_Noted(device, read) for device in view.snapshot.devices)
@@ -57,7 +57,7 @@ def undeclared(rule: Rule) -> tuple[str, ...]:
 
 @cache
 def _views() -> list[RuleView]:
-    """Samples of 8 devices each, one process on each, and a claim on every second one."""
+    """Return samples of 8 devices each, with one process on each device and a claim on every second one."""
     devices, claims, host = list[Device](), list[ClaimRecord](), dict[tuple[int, float], HostUse]()
     for number in range(256):
         uuid, pid = f"GPU-{number}", 1000 + number
@@ -76,9 +76,9 @@ def _views() -> list[RuleView]:
 
 
 def extremes(noun: type, number: int) -> dict[str, Any]:
-    """A value for each field of *noun* on the device with this *number*: the lowest of each on 0, the highest on 1.
+    """Return a value for each field of *noun* on the device with this *number*: all lowest on 0, all highest on 1.
 
-    The parity of the bits that the number and the place of the field have in common says which, as in a Hadamard code.
+    The parity of the bits that the number and the place of the field have in common decides, as in a Hadamard code.
     All places are odd, so that no three of them depend on each other.
     """
     return {

@@ -61,7 +61,7 @@ class UnclaimedRule(Rule):
     on_claimed: bool = False
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device."""
+        """Yield a finding per process and device."""
         limit = f", and less than {format_bytes(self.min_memory)} would be allowed" if self.min_memory else ""
         if not claims_readable(view.snapshot):
             return
@@ -109,14 +109,14 @@ class TrespassRule(Rule):
     containers: bool = False
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device."""
+        """Yield a finding per process and device."""
         for device, process, owners in trespassers(view, containers=self.containers):
             why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
             yield Finding("trespass", process_subject(device, process), why, (process,))
 
 
 def trespassers(view: RuleView, *, containers: bool = False) -> Iterator[tuple[Device, GpuProcess, str]]:
-    """Each process that came to a device after a claim of others, to which it does not belong, and whose they are."""
+    """Yield (device, process, owners) for each process that came to a device after claims that it does not belong to."""
     for device, process, claims in strangers(view, containers=containers):
         job = [other for other in device.processes or () if other.pid in lineage(process.pid, view.seen)]
         older = [
@@ -129,10 +129,10 @@ def trespassers(view: RuleView, *, containers: bool = False) -> Iterator[tuple[D
 def strangers(
     view: RuleView, *, containers: bool = False
 ) -> Iterator[tuple[Device, GpuProcess, tuple[ClaimRecord, ...]]]:
-    """Each process that computes on a claimed device but belongs to no claim there, and those it may trespass on.
+    """Yield each process that computes on a claimed device but belongs to no claim, and the claims it may trespass on.
 
-    Processes of root's are left out, since they may be containers of any claim, and without *containers* also those in
-    a container.
+    Root's processes are left out, because they may be containers of any claim.  Without *containers*, processes in a
+    container are left out as well.
     """
     for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)
@@ -178,12 +178,15 @@ class UsersRule(Rule):
 
     @property
     def rests_on(self) -> Evidence:
-        """A directory service that forgets who is in a group makes culprits of all its members."""
+        """SENSOR if groups are allowed, otherwise CLOCK.
+
+        A directory service that forgets who is in an allowed group makes culprits of all its members.
+        """
         return Evidence.SENSOR if self.allow_groups else Evidence.CLOCK
 
     @property
     def reaches(self) -> frozenset[str]:
-        """Processes, and claims if they are asked for."""
+        """Processes, and claims if `claims` is true."""
         return frozenset({"process", "claim"} if self.claims else {"process"})
 
     def __post_init__(self) -> None:
@@ -193,7 +196,7 @@ class UsersRule(Rule):
             )
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device, and per claim without a process."""
+        """Yield a finding per process and device, and per claim without a process."""
         for device, process in computing_processes(view):
             assert process.uid is not None  # judged_processes() leaves out the others
             if reason := self._against(process.uid, view):
@@ -218,7 +221,7 @@ class UsersRule(Rule):
 
 
 def _is_used(claim: ClaimRecord, view: RuleView) -> bool:
-    """Whether something may compute under *claim*: on its devices there is a process, or it cannot be seen."""
+    """Return whether something may compute under *claim*: its devices have a process, or that cannot be seen."""
     parts = {device.uuid: device for device in usable_devices(view.snapshot)}
     own = [parts.get(uuid) for uuid in claim.devices]
     return any(
@@ -230,7 +233,7 @@ def _is_used(claim: ClaimRecord, view: RuleView) -> bool:
     )
 
 
-LONGEST = 4096  # characters of a command line that are read: its user writes as many as they like
+LONGEST = 4096  # characters of a command line that are read, because its user can write as many as they like
 _DELETED = " (deleted)"  # what the kernel appends to the path of a program whose file is gone
 
 
@@ -257,7 +260,7 @@ class CommandRule(Rule):
             raise InvalidRequest(_("no program is named: write executables or executables_other_than."))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device."""
+        """Yield a finding per process and device."""
         for device, process in computing_processes(view):
             path = (process.executable or "").removesuffix(_DELETED)
             if not path or (self.executables and not _matches(path, self.executables)):
@@ -297,7 +300,7 @@ class OutsideSchedulerRule(Rule):
     containers: bool = True
 
     def check(self, view: RuleView) -> Iterator[Finding]:
-        """A finding per process and device."""
+        """Yield a finding per process and device."""
         if view.scheduled is None:
             return
         for device, process in computing_processes(view):
