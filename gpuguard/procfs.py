@@ -1,8 +1,8 @@
 """The one reader of /proc: who a process is, where it stands in the tree of processes, and what it runs.
 
 A process is (pid, start time), never a pid.  One that has ended, or that this user may not see, is never an error: its
-fields stay unknown.  What lies in the memory of a process is read with a deadline: see deadline.
-Decides nothing about processes and never signals them: see enforcement.
+fields stay unknown.  Files that lie in the memory of a process are read with a deadline: see deadline.
+This module decides nothing about processes and never signals them: see enforcement.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-LONGEST = 2**18  # bytes that are read of an environment; what stands behind is cut off
+LONGEST = 2**18  # bytes of an environment that are read; the rest is cut off
 LONGEST_COMMAND = 4096  # and of a command line, as much as policies judge by
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h: a constant of the kernel
 
-# What is read about a process takes ten times as long as its line in stat: a daemon keeps it.
+# Reading the facts about a process takes ten times as long as reading its line in stat, so a daemon keeps them.
 FACTS_SECONDS = 60.0
-COMMAND_SECONDS = 30.0  # within which a title is seen that a program writes over its command line; an exec at once.
-# The uid is read as often: a process that runs gets another one only by dropping privileges, just after its start.
+COMMAND_SECONDS = 30.0  # within which a title that a program writes over its command line is seen; an exec, at once.
+# The uid is read as often, because a running process only changes it to drop privileges, just after its start.
 
 _HIDDEN = b"0 0 0 0 "
 _GONE = " (deleted)"
@@ -51,7 +51,7 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def read_proc(path: str, limit: int = 4096) -> bytes | None:
-    """The first *limit* bytes of a file of the kernel; None: gone, hidden, or no descriptor is left."""
+    """Return the first *limit* bytes of a kernel file, or None if it is gone or hidden, or no descriptor is left."""
     try:
         return _read(path, limit)
     except OSError:
@@ -59,7 +59,7 @@ def read_proc(path: str, limit: int = 4096) -> bytes | None:
 
 
 def _read(path: str, limit: int) -> bytes:
-    # In one read: the kernel makes up what it says at that moment, and a second one may be of another moment.
+    # There is only one read, because the kernel makes up the content at that moment, and a second read may differ.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, limit)
@@ -68,7 +68,7 @@ def _read(path: str, limit: int) -> bytes:
 
 
 def read_link(path: str) -> str | None:
-    """Where a link leads; None: gone or hidden."""
+    """Return where a link leads, or None if it is gone or hidden."""
     try:
         return os.readlink(path)
     except OSError:
@@ -76,7 +76,7 @@ def read_link(path: str) -> str | None:
 
 
 def read_text(path: str) -> str | None:
-    """All of a file; None: gone or hidden."""
+    """Return all of a file, or None if it is gone or hidden."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -85,32 +85,35 @@ def read_text(path: str) -> str | None:
 
 
 def read_memory(pid: int, name: str, limit: int = 4096) -> bytes | None:
-    """The first bytes of a file of /proc/PID that lies in the memory of the process; None also when that blocks."""
+    """Return the first bytes of a file of /proc/PID that lies in the memory of the process.
+
+    Returns None if it is gone or hidden, or if the read blocks.
+    """
     return in_time(pid, "memory", lambda: read_proc(f"/proc/{pid}/{name}", limit))
 
 
 def status_words(pid: int, name: bytes) -> list[bytes]:
-    """The words behind *name* in /proc/PID/status; none where that cannot be read.
+    """Return the words behind *name* in /proc/PID/status, or [] if that cannot be read.
 
-    The name of the process stands there, too, and its owner chooses that: of all ends of lines the kernel escapes
-    the newline alone.  And all the groups of its owner.
+    The file also holds the name of the process, which its owner chooses, and in which the newline is the only end of a
+    line that the kernel escapes.  It also holds all the groups of its owner.
     """
     status = read_proc(f"/proc/{pid}/status", 2**16) or b""
     return status.partition(b"\n" + name + b":")[2].partition(b"\n")[0].split()
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal; False where that cannot be read."""
+    """Return whether a process has a handler for a signal, and False if that cannot be read."""
     try:
         return bool(int(status_words(pid, b"SigCgt")[0], 16) >> (signum - 1) & 1)
-    except (IndexError, ValueError):  # it has ended; a /proc that is not the kernel's
+    except (IndexError, ValueError):  # it has ended, or /proc is not the kernel's
         return False
 
 
 # One process
 
 
-# What people type into: a program that they start from it is a job of its own.
+# The programs that people type into.  A program that they start from one is a job of its own.
 SHELLS = frozenset(b"sh bash dash zsh fish ksh mksh csh tcsh busybox".split())
 
 
@@ -126,18 +129,18 @@ class Stat(NamedTuple):
     cpu_seconds: float
     start_time: float  # seconds since boot
     resident: int  # bytes
-    # Where its data, arguments and environment lie: an exec lays them anew, at random places.  With the name this
-    # stands for the program that runs.  None: not shown to this user.
+    # Where its data, arguments and environment lie.  An exec lays them anew, at random places, so that this and the
+    # name together stand for the program that runs.  None if it is not shown to this user.
     layout: bytes | None
 
     @property
     def lives(self) -> bool:
-        """Whether it is more than an entry that its parent has not reaped."""
+        """Whether the process is more than an entry that its parent has not reaped."""
         return self.state not in ("Z", "X")
 
 
 def parse_stat(line: bytes) -> Stat | None:
-    """The content of /proc/PID/stat; None: it is something else."""
+    """Return the content of /proc/PID/stat, or None if *line* is something else."""
     name, _, rest = line.rpartition(b")")  # the name may itself hold blanks and brackets
     fields = rest.split(None, 42)
     try:
@@ -160,7 +163,10 @@ def parse_stat(line: bytes) -> Stat | None:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Who *pid* is now; None: ended, or hidden from this user.  Raises OSError: no descriptor is left."""
+    """Return what *pid* is now, or None if it has ended or is hidden from this user.
+
+    Raises OSError if no descriptor is left.
+    """
     try:
         return parse_stat(_read(f"/proc/{pid}/stat", 4096))
     except OSError as error:
@@ -170,20 +176,21 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def stat_of(pid: int) -> Stat | None:
-    """As read_stat(), but None also where no descriptor is left."""
+    """Return the same as read_stat(), or None if no descriptor is left."""
     return parse_stat(read_proc(f"/proc/{pid}/stat") or b"")
 
 
 def start_time(pid: int) -> float | None:
-    """Seconds since boot at which the process started; None: it cannot be read."""
+    """Return the seconds since boot at which the process started, or None if that cannot be read."""
     stat = stat_of(pid)
     return stat.start_time if stat else None
 
 
 def own_memory(pid: int) -> int | None:
-    """Bytes that a process has in memory; of what it shares with others its part; without files that can be read again.
+    """Return the bytes that a process has in memory, or None if it is gone, hidden, or not read in time.
 
-    None: gone, hidden, or not read in time.  It takes time for each page: see deadline.
+    Memory that it shares with others counts by its part, and files that can be read again do not count.  The read
+    takes time for each page: see deadline.
     """
     text = in_time(pid, "pages", lambda: read_proc(f"/proc/{pid}/smaps_rollup"), times=4) or b""
     parts = re.findall(rb"^Pss_(?:Anon|Shmem): +(\d+) kB$", text, re.MULTILINE)
@@ -191,30 +198,33 @@ def own_memory(pid: int) -> int | None:
 
 
 def uid_of(pid: int) -> int | None:
-    """The real uid of a process; None: gone or hidden."""
-    # Not the owner of /proc/PID: that is root for every process that may not be dumped.
+    """Return the real uid of a process, or None if it is gone or hidden."""
+    # The owner of /proc/PID is not used, because it is root for every process that may not be dumped.
     words = status_words(pid, b"Uid")
     return int(words[0]) if words and words[0].isdigit() else None
 
 
 def owner_of(pid: int) -> int | None:
-    """The uid of the user whose process it is, who may have been given its real uid by root; None: gone or hidden."""
+    """Return the uid of the user whose process it is, or None if it is gone or hidden.
+
+    Root may have given the real uid of the process to that user.
+    """
     uid = uid_of(pid)
     return None if uid is None else certain_owner(uid)
 
 
 def uid_behind(pid: int) -> int | None:
-    """The uid of the user that a process acts for; None: gone or hidden.
+    """Return the uid of the user that a process acts for, or None if it is gone or hidden.
 
-    Root in effect alone is any user who runs a program with the set-user-ID bit, with any name, and with anything
-    open.  Root who has become another user in effect acts for that one.
+    A process that is root in effect alone may belong to any user who runs a program with the set-user-ID bit, with any
+    name and with anything open.  A root process that has become another user in effect acts for that user.
     """
     words = status_words(pid, b"Uid")
     return (int(words[0]) or int(words[1])) if len(words) > 1 and all(map(bytes.isdigit, words)) else None
 
 
 def alive(pid: int) -> bool:
-    """Whether *pid* is a process here; also true for those that /proc hides from this user (hidepid)."""
+    """Return whether *pid* is a process here, which may be one that /proc hides from this user (hidepid)."""
     if os.path.exists(f"/proc/{pid}"):
         return True
     try:
@@ -225,31 +235,31 @@ def alive(pid: int) -> bool:
 
 
 def may_be(pid: int, program: bytes) -> bool:
-    """Whether *pid* is a process of that name, or its name cannot be read."""
+    """Return whether *pid* is a process with the name *program*, or its name cannot be read."""
     name = read_proc(f"/proc/{pid}/comm")
-    return name is None or name.rstrip(b"\n") == program[:15]  # of which a kernel keeps so much
+    return name is None or name.rstrip(b"\n") == program[:15]  # a kernel keeps so much of a name
 
 
 @cache
 def pid_max() -> int:
-    """The largest pid of this kernel; the largest that Linux knows when it does not say."""
+    """Return the largest pid of this kernel, or the largest that Linux knows if the kernel does not say."""
     text = (read_text("/proc/sys/kernel/pid_max") or "").strip()
     return int(text) if text.isdecimal() and int(text) else 2**22
 
 
 def in_first_pid_namespace() -> bool | None:
-    """Whether our pids are the machine's; None when that cannot be read."""
+    """Return whether our pids are the machine's, or None if that cannot be read."""
     namespace = read_link("/proc/self/ns/pid")
     return None if namespace is None else namespace == FIRST_PID_NAMESPACE
 
 
 def boot_clock() -> float:
-    """CLOCK_BOOTTIME, seconds: the clock of start times, which is never set and counts while the machine sleeps."""
+    """Return CLOCK_BOOTTIME in seconds: the clock of start times, never set, and counting while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """Of this boot: a clock that counts from the start of the machine, and start times, mean nothing in another."""
+    """Return the id of this boot.  Start times, and clocks that count from the boot, mean nothing in another one."""
     return (read_proc("/proc/sys/kernel/random/boot_id", 8) or b"").decode("ascii", "replace")
 
 
@@ -257,15 +267,15 @@ def boot_id() -> str:
 
 
 def processes() -> dict[int, Stat]:
-    """All processes that this user may see, also those not reaped.  Raises OSError: no descriptor is left."""
+    """Return all processes that this user may see, even those not reaped.  Raises OSError if no descriptor is left."""
     stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: stat for pid, stat in stats.items() if stat}
 
 
 def descendants(pid: int) -> dict[int, Stat]:
-    """Living processes below *pid*, also below a zombie; with those that it has adopted, being their subreaper.
+    """Return the living processes below *pid*, even below a zombie, and those that it has adopted as their subreaper.
 
-    Raises OSError: no descriptor is left.
+    Raises OSError if no descriptor is left.
     """
     everything = processes()
     children: dict[int, list[int]] = {}
@@ -282,11 +292,11 @@ def descendants(pid: int) -> dict[int, Stat]:
 
 
 def own_children() -> dict[int, Stat] | None:
-    """What this process has started or adopted and has not reaped; None: that cannot be read."""
+    """Return the processes that this one has started or adopted and not reaped, or None if that cannot be read."""
     pids: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
-            # Only with CONFIG_PROC_CHILDREN.  A child of another user stands here, too, where hidepid keeps it from us.
+            # The file needs CONFIG_PROC_CHILDREN.  It has even a child of another user that hidepid keeps from us.
             pids.update(map(int, _read(f"/proc/self/task/{thread}/children", 2**16).split()))
     except OSError:
         return None
@@ -295,7 +305,7 @@ def own_children() -> dict[int, Stat] | None:
 
 
 def ancestors(pid: int) -> tuple[int, ...]:
-    """The parent of *pid*, its parent, ... up to the first process, as far as they can be read."""
+    """Return the parent of *pid*, its parent, ... up to the first process, as far as they can be read."""
     found: dict[int, None] = {}
     stat = stat_of(pid)
     while stat and stat.parent > 0 and stat.parent not in found:
@@ -305,10 +315,10 @@ def ancestors(pid: int) -> tuple[int, ...]:
 
 
 def process_facts(snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[int, ProcessStat | None]:
-    """All processes of *snapshot* and of its claims, with their ancestors.
+    """Return all processes of *snapshot* and of its claims, with their ancestors.
 
-    None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
-    hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.  *stats* were read just now.
+    None means that there is no such process.  A pid is left out if its absence proves nothing: /proc is mounted with
+    hidepid, we are in a pid namespace of our own, or a container gave the pid.  *stats* were read just now.
     """
     if snapshot.recorded:
         return {}  # these pids are other processes here and now
@@ -339,7 +349,10 @@ def process_facts(snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = 
 
 
 def _inner_pid(pid: int) -> tuple[int | None, int | None]:
-    """(uid of its user, innermost pid), the latter None for one of our own namespace; both None: cannot be read."""
+    """Return (uid of its user, innermost pid).
+
+    The pid is None for a process of our own namespace, and both are None if they cannot be read.
+    """
     pids = status_words(pid, b"NSpid")
     inner = int(pids[-1]) if len(pids) > 1 and pids[-1].isdigit() else None
     return owner_of(pid) if pids else None, inner
@@ -349,7 +362,7 @@ def _inner_pid(pid: int) -> tuple[int | None, int | None]:
 
 
 class _Known:
-    """What was read of a process that runs one program, and when."""
+    """The facts that were read about a process while it runs one program, and when."""
 
     __slots__ = ("command", "command_read", "facts", "facts_read", "uid", "used")
 
@@ -365,13 +378,13 @@ _cleaned = [0.0]  # when those that are not used any more were last forgotten
 
 
 def identified(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
-    """The process with its user and its start time, from *stat* if that was just read; cheap enough to poll."""
+    """Return the process with its user and its start time, from *stat* if that was just read.  It is cheap to poll."""
     started = stat.start_time if stat else start_time(process.pid)
     return replace(process, start_time=started, uid=owner_of(process.pid))
 
 
 def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
-    """The process with everything that can be read about it; *stat*: of it, if that was just read."""
+    """Return the process with everything that can be read about it.  *stat* is its Stat if that was just read."""
     stat = stat or stat_of(process.pid)
     if stat is None:
         return identified(process)
@@ -383,7 +396,7 @@ def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
         if facts_due or (command, uid) != (known.command, known.uid):
             facts = _facts_of(process.pid, command, environ)
             if start_time(process.pid) != stat.start_time:
-                # The pid became another process meanwhile: what was read may be of the one or of the other.
+                # The pid became another process meanwhile, so the facts may be those of the one or of the other.
                 return process
             known.facts, known.facts_read = facts, now
         known.command, known.uid, known.command_read = command, uid, now
@@ -402,7 +415,10 @@ def _known_of(identity: tuple[int, float, bytes, bytes | None], now: float) -> _
 
 
 def _memory_of(pid: int) -> tuple[bytes | None, bytes | None]:
-    """The command line and the environment, in one read with a deadline: each of these takes two changes of threads."""
+    """Return the command line and the environment.
+
+    They share one read with a deadline, because each such read takes two changes of threads.
+    """
     files = (("cmdline", LONGEST_COMMAND), ("environ", LONGEST))
     read = in_time(pid, "memory", lambda: [read_proc(f"/proc/{pid}/{name}", limit) for name, limit in files])
     command, environ = read or (None, None)
@@ -410,7 +426,7 @@ def _memory_of(pid: int) -> tuple[bytes | None, bytes | None]:
 
 
 def _facts_of(pid: int, command: bytes | None, environ: bytes | None) -> dict[str, Any]:
-    # Not with psutil: what lies in the memory of the process, or on a server that does not answer, needs a deadline.
+    # psutil will not do: files in the memory of the process, or on a server that does not answer, need a deadline.
     return {
         "command": _words(command or b"") or None,
         "executable": _link(pid, "exe"),
@@ -421,7 +437,10 @@ def _facts_of(pid: int, command: bytes | None, environ: bytes | None) -> dict[st
 
 
 def _words(cmdline: bytes) -> tuple[str, ...]:
-    """The words of a command line; a program that has written another title over its own separates them with blanks."""
+    """Return the words of a command line.
+
+    A program that has written another title over its own separates them with blanks.
+    """
     whole = cmdline.removesuffix(b"\0")
     separator = b"\0" if b"\0" in whole or (whole != cmdline and b" " not in whole) else b" "
     return tuple(os.fsdecode(word) for word in whole.split(separator)) if whole else ()
@@ -431,8 +450,9 @@ def _link(pid: int, name: str) -> str | None:
     target = read_link(f"/proc/{pid}/{name}")
     if target is None or not target.endswith(_GONE):
         return target
-    # The kernel says so of a file that was removed, and a file may have such a name.  Nothing else is looked up where
-    # it lies: on a server that does not answer (NFS), or in a user's own file system (FUSE), that may take for ever.
+    # The kernel appends this to the path of a removed file, but a file may also have such a name.  No other path is
+    # looked up, because on a server that does not answer (NFS), or in a user's own file system (FUSE), that may take
+    # for ever.
     return target if in_time(pid, "path", lambda: os.path.lexists(target)) else target.removesuffix(_GONE)
 
 
@@ -442,15 +462,15 @@ def _variables(environ: bytes) -> dict[str, str]:
 
 
 def environment_of(variables: Mapping[str, str]) -> str | None:
-    """The name of the conda environment, else of the virtual environment."""
+    """Return the name of the conda environment, or else of the virtual environment, or None if there is neither."""
     conda = variables.get("CONDA_DEFAULT_ENV") or os.path.basename(variables.get("CONDA_PREFIX", ""))
     return conda or os.path.basename(variables.get("VIRTUAL_ENV", "")) or None
 
 
 def container_of(cgroup: str) -> str | None:
-    """The container id (docker, podman, containerd, CRI-O), name (LXC, nspawn) or Slurm job in a cgroup file.
+    """Return the container id (docker, podman, containerd, CRI-O), name (LXC, nspawn) or Slurm job in a cgroup file.
 
-    Only of what root has started: where users may make cgroups they choose the names.
+    Only what root has started counts, because where users may make cgroups, they choose the names.
     """
     for pattern in _CONTAINERS:
         for match in re.finditer(pattern, cgroup):
@@ -460,7 +480,10 @@ def container_of(cgroup: str) -> str | None:
 
 
 def _is_a_users(cgroup: str) -> bool:
-    """Whether a user may make cgroups there: in their systemd, or where it was given to them; "0::/system.slice"."""
+    """Return whether a user may make cgroups in *cgroup*, as in "0::/system.slice".
+
+    They may in their own systemd, and where the cgroup was given to them.
+    """
     if "/user@" in cgroup:
         return True
     try:

@@ -116,7 +116,7 @@ class TrespassRule(Rule):
 
 
 def trespassers(view: RuleView, *, containers: bool = False) -> Iterator[tuple[Device, GpuProcess, str]]:
-    """Yield (device, process, owners) for each process that came to a device after claims that it does not belong to."""
+    """Yield (device, process, owners) for each process that came to a device after claims it does not belong to."""
     for device, process, claims in strangers(view, containers=containers):
         job = [other for other in device.processes or () if other.pid in lineage(process.pid, view.seen)]
         older = [

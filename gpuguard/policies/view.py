@@ -1,7 +1,8 @@
-"""What a rule may judge by: the newest snapshot, the past of the values that rules asked for, and facts about people.
+"""The data a rule may judge by: the newest snapshot, the past of the values that rules need, and facts about people.
 
-Time comes from the snapshot.  Nothing in here reads anything: watchdog and backtest fill it.  A rule says in its
-``needs`` what it judges by; holes in the past are not filled in.  What a rule is stands at the end: see Rule.
+Time comes from the snapshot.  Nothing in this module reads anything: watchdog and backtest fill the view.  A rule says
+in its ``needs`` what it judges by.  Holes in the past are not filled in.  The definition of a rule is at the end: see
+Rule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _UTILIZATION: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a process does beside the GPU.  None = unknown."""
+    """The activity of a process beside the GPU.  None means unknown."""
 
     cpu: float | None = None  # percent of one core, since the sample before
     memory: int | None = None  # bytes resident
@@ -39,26 +40,26 @@ class HostUse:
 
 @dataclass(frozen=True)
 class UserUse:
-    """What all processes of a user together take of the machine, or more.  None = unknown."""
+    """What all processes of a user together take of the machine, or more.  None means unknown."""
 
     user: str  # the name
     cpu: float | None = None  # percent of one core, since some seconds ago
-    memory: int | None = None  # bytes; unknown also where no rule asks for so little
+    memory: int | None = None  # bytes; also unknown if no rule asks for so little
 
 
 @dataclass(frozen=True)
 class MachineUse:
-    """The machine beside its GPUs.  None = unknown."""
+    """The machine beside its GPUs.  None means unknown."""
 
-    memory: int | None = None  # bytes that there are
+    memory: int | None = None  # total bytes
     cores: int | None = None
     users: Mapping[int, UserUse] = field(default_factory=dict)  # by uid; no accounts of the system
 
 
 def interactive_use(command: str, terminal: object, traced: object) -> str | None:
-    """In what way a person sits in front of a process, in words; None when none is known to.
+    """Return in words how a person sits in front of a process, or None if none is known to.
 
-    *terminal* is what controls it and *traced* what debugs it, false when nothing does.
+    *terminal* is the terminal that controls it and *traced* the debugger.  Either is false if there is none.
     """
     if traced:
         return "being debugged"
@@ -77,17 +78,17 @@ class RuleView:
     # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
     machine: MachineUse = field(default_factory=MachineUse)
-    # processes that the guard has stopped, which rest for that alone: see without_pauses
+    # processes that the guard has stopped, which rest for that reason alone: see without_pauses
     paused: frozenset[tuple[int, float]] = frozenset()
     groups: Mapping[int, frozenset[str]] = field(default_factory=dict)  # uid -> names of the user's groups
-    # uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler
+    # uuid -> uids to which an outer scheduler has given the device; None if there is no scheduler
     scheduled: Mapping[str, frozenset[int]] | None = None
     # the processes of devices and claims with their ancestors, as far as they were looked up in /proc
     seen: Processes = field(default_factory=dict)
     # uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
-    arrivals: Arrivals = field(default_factory=Arrivals)  # in which order processes and claims came
-    accountable: Mapping[int, int] = field(default_factory=dict)  # uid -> the one that answers for it; absent: itself
+    arrivals: Arrivals = field(default_factory=Arrivals)  # the order in which processes and claims came
+    accountable: Mapping[int, int] = field(default_factory=dict)  # uid -> the uid that answers for it; else itself
     suspended: float | None = None  # seconds for which the machine has slept since it was booted
 
     @property
@@ -97,7 +98,10 @@ class RuleView:
 
 
 def without_pauses(view: RuleView) -> RuleView:
-    """*view* where nothing is idle because the guard has paused it: how much it and its GPU are used is unknown."""
+    """Return *view* with the use of paused processes and of their GPUs as unknown.
+
+    Otherwise they would be idle because the guard has paused them.
+    """
     if not view.paused:
         return view
 
@@ -117,30 +121,30 @@ def without_pauses(view: RuleView) -> RuleView:
 
 
 def key_of(subject: Subject) -> str:
-    """The identity of a subject as text, for memories: never a pid without its start time."""
+    """Return the identity of a subject as text, to remember it by: never a pid without its start time."""
     return f"{subject.kind}|{subject.device}|{subject.pid}@{subject.start_time}|{subject.uid}|{subject.claim}"
 
 
 def process_subject(device: Device, process: GpuProcess) -> Subject:
-    """A process on one device."""
+    """Return a process on one device as a subject."""
     return Subject("process", device.uuid, process.pid, process.start_time, process.uid, user=process.user)
 
 
 def device_subject(device: Device) -> Subject:
-    """A device as such."""
+    """Return the device itself as a subject, no matter who uses it."""
     return Subject("device", device=device.uuid)
 
 
 def claim_subject(record: ClaimRecord, device: Device | None = None) -> Subject:
-    """A claim, on all of its devices or on one of them."""
+    """Return a claim as a subject, on all of its devices or on one of them."""
     uuid = device.uuid if device else None
     return Subject("claim", device=uuid, uid=record.uid, claim=record.id, user=record.user)
 
 
 def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
-    """The processes of *device* that may be judged at all.
+    """Return the processes of *device* that may be judged at all.
 
-    None of a list that is not plausible, and only those whose identity is known.
+    These are only processes whose identity is known, and none of a list that is not plausible.
     """
     if not device.processes_plausible or not device.processes:
         return ()
@@ -148,24 +152,26 @@ def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
 
 
 def computing(device: Device) -> tuple[GpuProcess, ...]:
-    """The processes of *device* that may be judged and that surely compute there; no desktops."""
+    """Return the processes of *device* that may be judged and that surely compute there, but no desktops."""
     return tuple(process for process in judged_processes(device) if computes(process, device))
 
 
 def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
-    """Each computing process on each device; a device that is divided has none but those of its instances."""
+    """Yield each computing process on each device; a divided device has only those of its instances."""
     for device in usable_devices(view.snapshot):
         for process in computing(device):
             yield device, process
 
 
-SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of memory, whom an action would mean
+# (subject, bytes of memory, processes that an action would mean)
+SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]
 
 
 def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
-    """Each subject of the kind *per* on *device*: the device itself, a process, a user, or a claim with its processes.
+    """Yield each subject of kind *per* on *device*: the device, a process, a user, or a claim with its processes.
 
-    Where a user has two claims it is unknown which is whose, unless they share the device and were started below them.
+    If a user has two claims, it is unknown which process belongs to which, unless the claims share the device and the
+    processes were started below them.
     """
     if per == "device":
         yield device_subject(device), device.memory_used, ()
@@ -196,7 +202,7 @@ def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
 
 
 def _known_memory(processes: Sequence[GpuProcess]) -> int | None:
-    """The memory that is known to be used: never too much, so it accuses no user wrongly."""
+    """Return the memory that is known to be used, or None: never too much, so that it accuses no user wrongly."""
     known = [process.memory_used for process in processes if process.memory_used is not None]
     return sum(known) if known else None
 
@@ -207,7 +213,7 @@ def findings_where(
     per: str,
     why: Callable[[Device, Subject, int | None, tuple[GpuProcess, ...]], str | None],
 ) -> Iterator[Finding]:
-    """A finding for each subject of the kind *per* on each device for which *why* says something."""
+    """Yield a finding for each subject of the kind *per* on each device for which *why* says something."""
     for device in usable_devices(view.snapshot):
         for subject, memory, processes in uses_of(view, device, per):
             if text := why(device, subject, memory, processes):
@@ -221,7 +227,7 @@ SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, s
 class SampleIndex:
     """A view, laid out so that everything about a device, a process, a claim or a user is found at once.
 
-    Only what may be judged is in it: plausible lists, processes whose identity is known, claims that live.
+    It has only what may be judged: plausible lists, processes whose identity is known, claims that live.
     """
 
     view: RuleView  # what was seen
@@ -233,17 +239,17 @@ class SampleIndex:
     claims: Mapping[tuple[int, str], ClaimRecord]
     claims_on: Mapping[str, tuple[ClaimRecord, ...]]  # living ones by device
     territory: Mapping[int, set[str]]  # the devices where a user has a process or a claim, by uid
-    # field -> reason by device; under None what is missing of the whole machine
+    # field -> reason by device; under None, the gaps of the whole machine
     gaps: Mapping[str | None, Mapping[str, str]]
 
     def claim_of(self, subject: Subject) -> ClaimRecord | None:
-        """The living claim that a subject names."""
+        """Return the living claim that a subject names, or None."""
         if subject.claim is None or subject.uid is None:
             return None
         return self.claims.get((subject.uid, subject.claim))
 
     def blindness(self, uuid: str) -> str | None:
-        """Why the processes of a device cannot be judged; None when they can."""
+        """Return why the processes of a device cannot be judged, or None if they can."""
         device = self.devices.get(uuid)
         if device is None:
             return "the GPU is missing from the sample"
@@ -260,7 +266,8 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     territory: dict[int, set[str]] = {}
     for device in snapshot.devices:
         for process in judged_processes(device):
-            assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
+            # judged_processes() leaves out the others.
+            assert process.start_time is not None and process.uid is not None
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
     # A claim without a readable record has no owner: no user is judged by it.
@@ -278,12 +285,12 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
 
 
 def identity_of(subject: Subject) -> SubjectIdentity:
-    """What makes a subject the same as a sample ago."""
+    """Return the identity by which a subject is the same as in the sample before."""
     return (subject.kind, subject.device, subject.pid, subject.start_time, subject.uid, subject.claim)
 
 
 def reach_of(subject: Subject, processes: Sequence[GpuProcess], index: SampleIndex) -> tuple[str, ...]:
-    """The devices that are touched when something is done about *subject* and *processes*."""
+    """Return the devices that are touched when an action is taken on *subject* and *processes*."""
     reach = {subject.device} if subject.device else set()
     for process in processes:
         if process.start_time is not None:
@@ -304,10 +311,10 @@ MOST = 2048
 
 LARGEST_DISTANCE = 3  # intervals between two samples: whatever happened in a longer pause was not seen
 REMEMBERED_DISTANCES = 9
-FEWEST_IN_WINDOW = 10  # samples: where a window has fewer, it is unknown how the time was spent
+FEWEST_IN_WINDOW = 10  # samples: if a window has fewer, it is unknown how the time was spent
 LARGEST_HOLE = 1.02 / FEWEST_IN_WINDOW  # of a window
-LATE = 1.5  # intervals between two samples, where a window has just enough of them: no sample comes on the dot
-PROBES = 64  # places of a series at which a hole is looked for
+LATE = 1.5  # intervals between two samples, if a window has just enough of them, because no sample comes on the dot
+PROBES = 64  # places of a series at which holes are looked for
 
 
 class SampleRhythm:
@@ -318,30 +325,30 @@ class SampleRhythm:
         self._distances: deque[float] = deque(maxlen=REMEMBERED_DISTANCES)
 
     def largest(self, interval: float | None) -> float:
-        """The longest pause in seconds that is none; endless as long as no rhythm is known."""
+        """Return the longest distance in seconds that is no pause, or infinity while no rhythm is known."""
         usual = interval if interval is not None else median(self._distances) if self._distances else float("inf")
         return usual * LARGEST_DISTANCE
 
     def beat(self, clock: float) -> None:
-        """A sample was taken at *clock*."""
+        """Note that a sample was taken at *clock*."""
         if self.clock is not None and clock > self.clock:
             self._distances.append(clock - self.clock)
         self.clock = clock
 
 
 class ValueSeries(list[Sample]):
-    """(clock, value) of the last *window* seconds, oldest first, at most MOST of them.
+    """The samples (clock, value) of the last *window* seconds, oldest first, at most MOST of them.
 
-    Where more samples came than that, each stands for a slice of time: its last clock and the mean of its values.
+    If more samples came than that, each entry stands for a slice of time: its last clock and the mean of its values.
     """
 
     def __init__(self, window: float) -> None:
         super().__init__()
         self.window = window
-        self._opened, self._members = 0.0, 0  # the newest slice: its first clock, and of how many samples it is made
+        self._opened, self._members = 0.0, 0  # the newest slice: its first clock, and its number of samples
 
     def add(self, clock: float, value: float) -> None:
-        """Take a sample in, and forget what is older than the window now."""
+        """Add a sample, and forget those that are now older than the window."""
         if self._members and clock - self._opened < self.window / MOST:
             self._members += 1
             mean = self[-1][1]
@@ -353,13 +360,13 @@ class ValueSeries(list[Sample]):
 
 
 class Past(dict[tuple[str, str], ValueSeries]):
-    """(subject key, field) -> its series."""
+    """The series of each (subject key, field)."""
 
     def record(self, snapshot: Snapshot, windows: Mapping[str, float], largest_hole: float) -> None:
         """Add what *snapshot* knows of the fields in *windows* (field -> seconds).
 
-        A series with a hole longer than *largest_hole* starts afresh.  What no rule asks for any more, and what was
-        not seen for a whole window, is forgotten.
+        A series with a hole longer than *largest_hole* starts afresh.  A series that no rule asks for any more, or
+        that got no value for a whole window, is forgotten.
         """
         clock = snapshot.clock
         for key, value in _values(snapshot, windows):
@@ -374,7 +381,7 @@ class Past(dict[tuple[str, str], ValueSeries]):
 
 
 def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
-    """The longest past in seconds that any of *rules* needs, by field."""
+    """Return the longest past in seconds that any of *rules* needs, by field."""
     windows: dict[str, float] = {}
     for rule in rules:
         for name, seconds in rule.needs.past:
@@ -383,7 +390,7 @@ def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
 
 
 def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[str, str], float]]:
-    """The value of each field of *names* that is known, by (subject key, field)."""
+    """Yield the value of each field of *names* that is known, with its (subject key, field)."""
     of_processes = PROCESS_FIELDS.intersection(names)
     for device in snapshot.devices if names else ():
         nouns: list[tuple[Subject, object, Collection[str]]] = [(device_subject(device), device, names)]
@@ -397,19 +404,19 @@ def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[
 
 
 def recent(view: RuleView, subject: Subject, field: str, seconds: float) -> list[Sample]:
-    """The samples of the last *seconds*; [] unless they cover them without a large hole."""
+    """Return the samples of the last *seconds*, or [] unless they cover that time without a large hole."""
     series = view.past.get((key_of(subject), field), ())
     first = bisect_left(series, view.clock - seconds, key=clock_of)
     return [series[place] for place in range(first, len(series))] if covers(series, first, view.clock, seconds) else []
 
 
 def clock_of(sample: Sample) -> float:
-    """When it was taken."""
+    """Return when *sample* was taken."""
     return sample[0]
 
 
 def covers(series: Sequence[Sample], first: int, now: float, seconds: float) -> bool:
-    """Whether *series*, from the place *first* on, covers the last *seconds* without a large hole."""
+    """Return whether *series*, from the place *first* on, covers the last *seconds* without a large hole."""
     if first == len(series):
         return False
     count = len(series) - first
@@ -420,7 +427,7 @@ def covers(series: Sequence[Sample], first: int, now: float, seconds: float) -> 
 
 
 class Evidence(Enum):
-    """What a finding rests on, the least certain first."""
+    """The evidence that a finding rests on, the least certain first."""
 
     SENSOR = "readings"  # of a driver, the kernel, a directory service
     MISSING_CLAIMS = "claims that are missing"  # of ours or of an outer scheduler
@@ -429,40 +436,40 @@ class Evidence(Enum):
 
 @dataclass(frozen=True)
 class RuleNeeds:
-    """What one rule judges by, beyond what is read for every rule.  The daemon reads nothing else for it."""
+    """The data that one rule needs beyond what is read for every rule.  The daemon reads nothing else for it."""
 
     fields: frozenset[str] = frozenset()  # groups of fields of devices, beyond model.WHO_FIELDS
     past: tuple[tuple[str, float], ...] = ()  # (field, seconds) of RuleView.past
     host: bool = False  # RuleView.host
-    # RuleView.machine: the amounts of memory from which on a user counts, () for the cores alone
+    # RuleView.machine: the amounts of memory from which a user counts, or () for the cores alone
     machine: tuple[Amount, ...] | None = None
     scheduler: bool = False  # RuleView.scheduled
     gpu_seconds: tuple[float, ...] = ()  # the windows of RuleView.gpu_seconds, in seconds
-    claims: bool = False  # it finds less where no claims are known; the daemon always reads them
+    claims: bool = False  # it finds less if no claims are known; the daemon always reads them
 
 
 @dataclass(frozen=True)
 class RuleKind:
-    """What a kind of rule says of itself.  No other place lists rules by what they are."""
+    """The properties of a kind of rule.  No other place lists rules by their properties."""
 
-    name: str  # in policy files, and of its findings
+    name: str  # in policy files, and in its findings
     innocent: bool  # whether the user of a process that it finds may not be the cause
     advice: Mapping[str, str] = field(default_factory=dict)  # language -> how a user stops it; {}: end the process
-    needs: RuleNeeds = RuleNeeds()  # the most that a rule of it can need
+    needs: RuleNeeds = RuleNeeds()  # the most that a rule of this kind can need
     rests_on: Evidence = Evidence.SENSOR
     protects_others: bool = False  # no user can ask by `gpuguard keep` to be spared
     suggests_keep: bool = False  # users may need more time, and are told how to ask for it
-    by_content: bool = False  # two rules whose keys differ need have no process in common
-    newest_first: bool = False  # what came last is too much, and is hit first
+    by_content: bool = False  # two rules with different keys may have no process in common
+    newest_first: bool = False  # what came last is in excess, and is hit first
     outlasts_boot: bool = False  # a reboot does not mend what it finds
     spares: tuple[str, ...] = ()  # its keys that name users or groups who are innocent
-    accuses: tuple[str, ...] = ()  # its keys that name users who are not
+    accuses: tuple[str, ...] = ()  # its keys that name users who are not innocent
     limits: str = ""  # the field of a device that its keys `above` and `below` are about
     # key -> (what `above` cannot pass, or what `below` cannot fall under; why)
     bounds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # key -> what the rule does not look at while it is false
     finds_trespassers: bool = False  # but none who used a GPU before it was claimed, which is worth an event
-    not_in_tables: str = ""  # what a table of samples without a column of its name does not tell it
+    not_in_tables: str = ""  # what it cannot know from a table of samples without a column of its name
 
 
 class Rule(Protocol):
@@ -474,19 +481,19 @@ class Rule(Protocol):
     kind: ClassVar[RuleKind]
 
     def check(self, view: RuleView) -> Iterable[Finding]:
-        """Whom it holds for now, judged by *view* alone."""
+        """Return a finding for each subject for which it holds now, judged by *view* alone."""
 
     @property
     def needs(self) -> RuleNeeds:
-        """What it judges by, with these keys."""
+        """The data that it needs with these keys."""
         return self.kind.needs
 
     @property
     def rests_on(self) -> Evidence:
-        """What its findings rest on, with these keys."""
+        """The evidence that its findings rest on with these keys."""
         return self.kind.rests_on
 
     @property
     def reaches(self) -> frozenset[str]:
-        """What an action can mean: "process", "claim" (without a process), or neither where it finds devices alone."""
+        """What an action can mean: "process", "claim" (without a process), or neither if the rule finds only devices."""
         return frozenset() if vars(self).get("per") == "device" else frozenset({"process"})
