@@ -495,5 +495,5 @@ class Rule(Protocol):
 
     @property
     def reaches(self) -> frozenset[str]:
-        """What an action can mean: "process", "claim" (without a process), or neither if the rule finds only devices."""
+        """The kinds that an action can mean: "process", "claim" (without a process), or neither for devices alone."""
         return frozenset() if vars(self).get("per") == "device" else frozenset({"process"})
