@@ -1,4 +1,4 @@
-"""The decisions of an admin: a policy has rules, says whom it is about and when, and has the steps of its escalation.
+"""The decisions of an admin: a policy is made of rules, of whom it is about and when, and of its escalation steps.
 
 All values are decoded already: seconds, percent, uids.  A finding is narrowed to those of its processes that no scope,
 exemption or start grace protects; if it names no process, the subject itself is checked.  Whatever cannot be seen in
@@ -279,7 +279,7 @@ class Note:
     kind: NoteKind
     text: str  # a sentence without a full stop
     policy: str | None = None  # its name, or None if the note is about the sampling itself
-    subject: Subject | None = None  # who is left alone, or None if everybody is
+    subject: Subject | None = None  # the subject that is left alone, or None if all are
 
 
 @dataclass(frozen=True)
@@ -588,7 +588,7 @@ class PolicyTarget:
     places: tuple[str, ...]  # the devices where the condition holds
     reach: tuple[str, ...]  # all devices that would be touched
     began: float  # clock, which for a process does not depend on its claim; 0 if unknown
-    age: float | None  # seconds
+    age: float | None  # seconds, or None if unknown
     process: GpuProcess | None = None  # None if it is no process
     claim: ClaimRecord | None = None  # the claim that it is accused with
 

@@ -172,7 +172,7 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             # The owner is in the key as well: an id alone could be copied, so that the processes of its claim count as
             # another user's.
             key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
-            # A process that began long ago but came to the GPU late is no older there than what others had before.
+            # A process that began long ago but comes to the GPU now is no older than what others had there before.
             since = view.arrivals.arrived(device.uuid, (process.pid, process.start_time)) or process.start_time
             held = found.setdefault(key, _Holding(process_subject(device, process), (since, 0.0)))
             if held.subject.kind == "process":  # a claim has the devices that it names, maybe as instances of one

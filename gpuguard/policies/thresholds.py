@@ -381,7 +381,7 @@ class HostMemoryRule(Rule):
 
     @property
     def needs(self) -> RuleNeeds:
-        """The memory of the machine that each user takes who may have more than this."""
+        """The use of the machine's memory by each user who may have more than `above`."""
         return RuleNeeds(machine=(self.above,))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
