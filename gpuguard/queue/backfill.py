@@ -1,15 +1,18 @@
-"""Backfill: which tickets of the queue start now, which later and when, and why not earlier.
+"""Backfill: which tickets of the queue start now, which ones start later and when, and why not earlier.
 
-Each request in the order of the queue is planned on the devices that will do and are free first: its *planned start*.
-A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
-as long as all others start as promised, and a user who had more GPU time cannot put off one who had less.  Where no
-start can be planned, because jobs without a time limit run, it goes by estimates, which promise nothing: requests pass
-each other by response ratio until one has waited for the bound, see priority.bound_now; from then on a later one passes
-that one only if it probably ends before the devices suffice, or on what is left over.  What is kept for a
-reservation goes to no other user, and to its user without waiting for others: see calendar.
+Each request, in the order of the queue, is planned on those devices that will do and are free first.  That gives its
+*planned start*.  A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter
+jobs may go first as long as all others start as promised, and a user who had more GPU time cannot put off one who had
+less.
 
-On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 77 h and a longest one of 374 h, with time limits
-37 and 386 h, against 162 and 472 in order of arrival: benchmarks/replay.py.
+No start can be planned where jobs without a time limit run.  There the plan goes by estimates, which promise nothing:
+requests pass each other by response ratio until one of them has waited for the bound, see priority.bound_now.  From
+then on a later request passes that one only if it probably ends before the devices suffice, or on devices that are left
+over.  Devices that are kept for a reservation go to no other user, and their user need not wait for other requests: see
+calendar.
+
+On 92 days of a full server (Philly, 356 jobs) the mean wait is 77 h and the longest one 374 h, and with time limits
+they are 37 and 386 h.  In order of arrival they would be 162 and 472 h: see benchmarks/replay.py.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ UNKNOWN = float("inf")  # a time that will come some day
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """A start (unix time) on devices: inf is some day, None for the request never."""
+    """A start (unix time) on devices.  It is inf if it comes some day, and *request* is None if it never comes."""
 
     start: float
     request: Request | None = None
@@ -45,16 +48,17 @@ class PlannedStart:
 NEVER = PlannedStart(UNKNOWN)
 
 
-# Whether a job would share a device -> uuid -> until which unix time it is busy by what is planned on it.
+# Whether a job would share a device -> uuid -> the unix time until which the device is busy with what is planned on it.
 BusyDevices = dict[bool, dict[str, float]]
 
 MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
 FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
 MOST_TRIED = 64  # lengths that are tried one by one
 SHORTEST_SECONDS = 60.0  # no job counts as shorter in the order
-TRUST = 0.4  # how much an estimate counts there: 0 not at all, 1 as if it were known
-# An estimate says little of one job, and devices that stay empty cost all.  So a job passes a request that has waited
-# for the bound where this part of its probable length fits, for twice the bound where twice this part does, and so on.
+TRUST = 0.4  # how much an estimate counts in the order: 0 is not at all, 1 is as if it were known
+# An estimate says little about a single job, and devices that stay empty are a cost to everybody.  So a job passes a
+# request that has waited for the bound if this part of its probable length fits, a request that has waited for twice
+# the bound if twice this part fits, and so on.
 DOUBT = 1 / 3
 
 
@@ -68,15 +72,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made of."""
+    """The state of the machine that a plan is made from."""
 
     fits: Mapping[Request, Fit]  # request -> its devices, for all requests of the queue
     ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim ends by time limit
-    estimates: Mapping[str, float] = field(default_factory=dict)  # the same, also by what earlier jobs have taken
+    estimates: Mapping[str, float] = field(default_factory=dict)  # the same, or what earlier jobs suggest
     guesses: Mapping[str, float] = field(default_factory=dict)  # the same for all claims
-    relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # that cannot be used beside it
+    relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # uuid -> those that cannot be used with it
     reservations: tuple[Reservation, ...] = ()  # that are not over
-    free: frozenset[str] = frozenset()  # those that are not in use, for the reservations
+    free: frozenset[str] = frozenset()  # uuids of devices that are not in use, for the reservations
 
 
 @dataclass(frozen=True)
@@ -85,20 +89,21 @@ class QueuePosition:
 
     ticket: Ticket  # of the request
     number: int  # 1 is the first
-    start: float | None  # unix time of its likely start, None: unknown
+    start: float | None  # unix time of its likely start, or None if that is unknown
     in_order: float | None  # the same if no ticket behind it started first
     now: bool = False  # whether it may start now
-    request: Request | None = None  # the alternative that is planned; None: it can never start on this machine
+    request: Request | None = None  # the planned alternative, or None if it can never start on this machine
     devices: tuple[str, ...] = ()  # uuids that are planned for it
     held_back_by: str | None = None  # id of the ticket, or reservation, that it would have to pass
-    kept: Mapping[str, Reservation] = field(default_factory=dict)  # it must leave these devices alone
-    latest: float | None = None  # unix time of its start if all jobs before it use up their time limits; None: unknown
+    kept: Mapping[str, Reservation] = field(default_factory=dict)  # uuid -> for which it must leave the device alone
+    latest: float | None = None  # unix time of its start if all jobs before it use up their time limits, or None
 
 
 def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | None:
-    """By when the job starts at the latest, if the time limits before it are kept; None where that is unknown.
+    """Return when the job starts at the latest if the jobs before it keep their time limits, or None if unknown.
 
-    A quarter more than planned: of 0 to 40 % that gave the least mean wait within the longest one of FIFO.
+    The wait is a quarter longer than planned.  Of 0 to 40 % that gave the shortest mean wait among those whose longest
+    wait does not exceed that of FIFO.
     """
     return None if position.in_order is None else now + (1 + rules.patience) * (position.in_order - now)
 
@@ -106,14 +111,14 @@ def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | N
 def plan(
     queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
 ) -> list[QueuePosition]:
-    """The positions of *queue*, which is in order, see priority.order; likewise *usage* and *now*."""
+    """Return the positions of *queue*, which is in order.  See priority.order for that, *usage* and *now*."""
     waiting = planned_for(queue)
     planner = _Planner(machine, usage, rules, now, late_ones(queue, rules, now))
     in_order = planner.schedule(waiting)
     starting = planner.start_all(waiting)
     waiting = [ticket for ticket in waiting if ticket.id not in starting]
     later = planner.schedule(waiting) if starting else in_order
-    # One that is held back starts only once the other one has, so the others do not wait for it.
+    # A ticket that is held back starts only after the one that it waits for, so the others do not wait for it.
     estimated = planner.estimated([ticket for ticket in waiting if ticket.id not in planner.held_back])
     positions = []
     for number, ticket in enumerate(queue, 1):
@@ -121,7 +126,7 @@ def plan(
         planned = starting.get(ticket.id) or later.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
         latest, likely = planned.start, estimated.get(ticket.id, planned)
         planned = likely if likely.start < latest else planned
-        # A ticket that fits now is held back for another one: until when is unknown.
+        # If a ticket fits now and is held back for another one, it is unknown until when.
         held_back_by = None if starts_now else planner.held_back.get(ticket.id)
         positions.append(
             QueuePosition(
@@ -141,15 +146,16 @@ def plan(
 
 
 def late_ones(queue: Sequence[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
-    """The ids of those of *queue* that have waited beyond the bound, of each user the oldest.
+    """Return the ids of the tickets of *queue* that have waited beyond the bound: the oldest one of each user.
 
-    Not those that only missed their promise: it may rest on a time limit that a job exceeded a minute ago.
+    A ticket that has only missed its promise is not among them, because the promise may rest on a time limit that a job
+    exceeded a minute ago.
     """
     return overdue([ticket for ticket in queue if ticket.since + rules.bound < now], rules, now)
 
 
 def _without(waiting: Sequence[Ticket], started: Ticket) -> list[Ticket]:
-    """*waiting* without one that starts: without a time limit it takes the first place of its user in the queue."""
+    """Return *waiting* without *started*, which takes the first place of its user if it has no time limit."""
     if started.time_limit is not None:
         return [ticket for ticket in waiting if ticket is not started]
 
@@ -163,9 +169,10 @@ def _without(waiting: Sequence[Ticket], started: Ticket) -> list[Ticket]:
 
 
 def backlog(tickets: Collection[Ticket], machine: Machine, now: float) -> float:
-    """For how long (seconds) the devices probably have work if none comes: what runs and what waits, shared evenly.
+    """Return for how many seconds the devices probably have work if no further jobs come.
 
-    UNKNOWN where nothing is known of any that waits.
+    The work of the jobs that run and of those that wait counts as shared evenly among the devices.  Returns UNKNOWN if
+    nothing is known about the length of any job that waits.
     """
     if all(ticket.lasts is None for ticket in tickets):
         return UNKNOWN
@@ -177,7 +184,7 @@ def backlog(tickets: Collection[Ticket], machine: Machine, now: float) -> float:
 
 
 def _goes_before(ticket: Ticket, other: Ticket) -> bool:
-    """Whether a ticket came before another one, and is not behind it for another reason than fair share."""
+    """Return whether a ticket came before another one, and only fair share can have put it behind that one."""
     is_older = (ticket.since, ticket.id) < (other.since, other.id)
     return is_older and (ticket.set_back, -ticket.priority) <= (other.set_back, -other.priority)
 
@@ -187,7 +194,7 @@ def _probable_seconds(ticket: Ticket) -> float:
 
 
 def planned_for(queue: Sequence[Ticket]) -> list[Ticket]:
-    """Those of *queue* that get a planned start."""
+    """Return the tickets of *queue* that get a planned start."""
     waiting: list[Ticket] = []
     of_user: dict[int, int] = {}
     for ticket in queue:
@@ -212,7 +219,7 @@ class _Alternative:
 
 
 class _Planner:
-    """The plan in the making: what starts now is added to *busy*, and everything after it is planned anew."""
+    """A plan in the making: each ticket that starts now is added to *busy*, and all after it are planned anew."""
 
     def __init__(
         self, machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float, late: frozenset[str]
@@ -220,7 +227,7 @@ class _Planner:
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy: BusyDevices = {False: {}, True: {}}
         self.starting: list[tuple[Ticket, PlannedStart]] = []
-        self.is_estimate = False  # whether it counts how long jobs took before, which binds no decision
+        self.is_estimate = False  # whether the lengths of earlier jobs count, by which nothing is decided
         self.started: list[StartingJob] = []
         self.reserved = tuple(reservation.key for reservation in machine.reservations)
         free_at = {uuid: end for uuid, end in machine.ends.items() if end > now} | dict.fromkeys(machine.free, now)
@@ -229,12 +236,12 @@ class _Planner:
         self.liked = max((fit.eligible for fit in machine.fits.values()), key=len, default=())
         # id of a ticket that fits now -> the id of the one that it would have to pass
         self.held_back: dict[str, str] = {}
-        # A request is long to hash, and wanted a thousand times.
+        # Hashing a request takes long, and its alternative is needed a thousand times.
         self._kinds: dict[Request, _Alternative | None] = {}
         self._alternatives: dict[str, tuple[_Alternative, ...]] = {}  # id of a ticket -> those that are possible
 
     def schedule(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
-        """The planned start of each ticket when all start in order."""
+        """Return the planned start of each ticket if all of them start in order."""
         busy = {shared: until.copy() for shared, until in self.busy.items()}
         self.calendar = self.calendars.after(self.started, self.liked)
         schedule = {}
@@ -244,7 +251,7 @@ class _Planner:
         return schedule
 
     def start_all(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
-        """All that start now, by their ids."""
+        """Let all tickets start that can start now, and return their planned starts by id."""
         starting: dict[str, PlannedStart] = {}
         left = list(waiting)
         while chosen := self.next_to_start(left):
@@ -262,9 +269,9 @@ class _Planner:
         return planner.as_there_is_room(waiting)
 
     def as_there_is_room(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
-        """The planned start of each ticket when each starts once there is room for it, alike ones in order."""
+        """Return the planned start of each ticket if each starts once there is room for it, and alike ones in order."""
         self.calendar = self.calendars.after(self.started, self.liked)
-        alike: dict[tuple[object, ...], list[tuple[int, Ticket]]] = {}  # the first of them last
+        alike: dict[tuple[object, ...], list[tuple[int, Ticket]]] = {}  # in each list, the first ticket comes last
         for place, ticket in reversed(list(enumerate(waiting))):
             kind = tuple(map(id, self.alternatives(ticket)))
             alike.setdefault(kind if kind in alike or len(alike) < MOST_TRIED else (), []).append((place, ticket))
@@ -284,12 +291,12 @@ class _Planner:
         return schedule
 
     def lasts(self, ticket: Ticket) -> float:
-        """Seconds that its job takes at most by its time limit, or in an estimate probably; UNKNOWN without both."""
+        """Return the seconds that the job takes at most (time limit), or probably (in an estimate), or UNKNOWN."""
         limit = UNKNOWN if ticket.time_limit is None else ticket.time_limit
         return min(limit, ticket.expected) if self.is_estimate and ticket.expected is not None else limit
 
     def occupy(self, busy: BusyDevices, ticket: Ticket, planned: PlannedStart) -> None:
-        """Its job runs on the devices from its planned start on."""
+        """Let the job occupy the devices in *busy* from its planned start on."""
         until = planned.start + self.lasts(ticket)
         for uuid in planned.devices:
             for related in (uuid, *self.machine.relatives.get(uuid, ())):
@@ -297,14 +304,14 @@ class _Planner:
                     busy[shared][related] = max(until, busy[shared].get(related, until))
 
     def earliest(self, ticket: Ticket, busy: BusyDevices, kept: Calendar | None = None) -> PlannedStart:
-        """The earliest start of one ticket by any of its alternatives; without a calendar as if it started next."""
+        """Return the earliest start of a ticket with any of its alternatives; without *kept*, as if it started next."""
         best = NEVER
         lasts = surely_over_after(ticket)
         for alternative in self.alternatives(ticket):
             uuids, request = alternative.fit.eligible, alternative.request
             taken = busy[request.share]
             free_at = alternative.free_at
-            if taken:  # one that shares may be over before those that are there already
+            if taken:  # a job that shares may end before those that are there already
                 free_at = [max(free, taken.get(uuid, free)) for uuid, free in zip(uuids, free_at, strict=True)]
             calendar = self.calendars.reserved_beside(self.started, uuids, ticket.uid) if kept is None else kept
             spans = [calendar.get(uuid, ()) for uuid in uuids] if calendar else []
@@ -326,7 +333,7 @@ class _Planner:
         return best
 
     def alternatives(self, ticket: Ticket) -> tuple[_Alternative, ...]:
-        """Those of its requests that can be met some day."""
+        """Return those of the ticket's requests that can be met some day."""
         if ticket.id not in self._alternatives:
             for request in ticket.requests:
                 if request not in self._kinds:
@@ -340,7 +347,7 @@ class _Planner:
         if fit is None or len(fit.eligible) < request.num_gpus:
             return None
         ends = self.machine.ends
-        # A job that should have ended: its end is unknown.
+        # The end of a job that should have ended by now is unknown.
         free_at = [
             self.now if uuid in fit.open else end if (end := ends.get(uuid, UNKNOWN)) > self.now else UNKNOWN
             for uuid in fit.eligible
@@ -348,7 +355,7 @@ class _Planner:
         return _Alternative(request, fit, free_at)
 
     def next_to_start(self, waiting: Sequence[Ticket]) -> tuple[Ticket, PlannedStart] | None:
-        """The next ticket that starts now; it counts as started from here on."""
+        """Return the next ticket that starts now, or None.  It counts as started from here on."""
         self.held_back = {}
         fits = self._fitting_now(waiting)
         if not fits:
@@ -360,7 +367,7 @@ class _Planner:
             count += ticket.id in self.late
         refused: dict[tuple[object, ...], str] = {}
         for ticket in fits:
-            # Many are alike; and after so many, where a shorter one had to wait, a longer one has to.
+            # Many tickets are alike.  After MOST_TRIED of them, a longer one has to wait where a shorter one had to.
             kinds = tuple(map(id, self.alternatives(ticket)))
             alike = (kinds, ticket.uid, ticket.priority, ticket.time_limit is None, overdue_before[ticket.id])
             key = (*alike, ticket.time_limit) if len(refused) < MOST_TRIED else alike
@@ -374,8 +381,9 @@ class _Planner:
             if held_back is None:
                 return self._start(ticket, planned)
             refused[key] = refused[alike] = self.held_back[ticket.id] = held_back
-        # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
-        # starts, if it would in order.  Otherwise it waits for an end after which they may both be in time.
+        # Reservations move with a start, so two tickets can be held back for each other.  Then the first of them in the
+        # queue starts if it would start now in order.  Otherwise it waits until a job ends, after which both may be in
+        # time.
         base = base or self.schedule(waiting)
         for ticket in waiting:
             if base[ticket.id].start <= self.now and self._in_circle(ticket.id):
@@ -383,18 +391,19 @@ class _Planner:
         return None
 
     def _is_any_start_known(self, waiting: Sequence[Ticket]) -> bool:
-        """Whether there are starts that follow from time limits or reservations, and could be put off."""
+        """Return whether there are starts that follow from time limits or reservations, and that could be put off."""
         return bool(self.machine.ends or self.reserved) or any(
             ticket.time_limit is not None or ticket.promise is not None for ticket in waiting
         )
 
     def _fitting_now(self, waiting: Sequence[Ticket]) -> list[Ticket]:
-        """Those for which enough devices are free, in the order in which they are tried.
+        """Return the tickets for which enough devices are free, in the order in which they are tried.
 
-        In each class those with a time limit, the shortest first.  Then those without, by response ratio (Brinch
-        Hansen 1971), the wait and the length by the length, over the place of the user's first ticket in the queue.
-        So a short job goes first, a long one later on, and one of a user who had much only where it has waited so much
-        longer.  As an estimate says little of one job, a mean of it and of a typical length counts, a geometric one.
+        In each class the tickets with a time limit come first, beginning with the shortest.  Those without one follow
+        by response ratio (Brinch Hansen 1971), which is wait plus length, divided by the length, and then divided by
+        the place of the user's first ticket in the queue.  So a short job goes first and a long one later, and a job of
+        a user who had much GPU time goes first only if it has waited that much longer.  Because an estimate says little
+        about a single job, the length is the geometric mean of the estimate and a typical length.
         """
         fitting = set()
         for alternative in {id(kind): kind for ticket in waiting for kind in self.alternatives(ticket)}.values():
@@ -425,7 +434,7 @@ class _Planner:
         return ticket, planned
 
     def _in_circle(self, ticket_id: str) -> bool:
-        """Whether it is held back for a ticket that is held back for it, perhaps over others."""
+        """Return whether a ticket is held back for one that is held back for it, directly or through others."""
         chain = [ticket_id]
         while (other := self.held_back.get(chain[-1])) and other not in chain:
             chain.append(other)
@@ -434,9 +443,9 @@ class _Planner:
     def _held_back_by(
         self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
-        """The id of a ticket that its start would postpone further than allowed; None: there is none.
+        """Return the id of a ticket that this start would postpone further than allowed, or None if there is none.
 
-        *base*: the planned starts that follow from time limits, empty where there are none.
+        *base* holds the planned starts that follow from time limits, and is empty if there are none.
         """
         if planned.start > self.now:
             mine = {uuid for alternative in self.alternatives(ticket) for uuid in alternative.fit.eligible}
@@ -447,7 +456,7 @@ class _Planner:
             return None
         busy, calendar = {shared: until.copy() for shared, until in self.busy.items()}, self.calendar
         self.occupy(busy, ticket, planned)
-        if not calendar.keys().isdisjoint(planned.devices):  # others are kept instead
+        if not calendar.keys().isdisjoint(planned.devices):  # other devices are kept instead
             calendar = self.calendars.after([*self.started, self._starting(ticket, planned)], self.liked)
         for other in waiting:
             if other is ticket:
@@ -459,12 +468,12 @@ class _Planner:
         return None
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
-        """Until when *other* can be put off by *passing*."""
+        """Return until when *passing* may put *other* off."""
         had_more = self.rules.fair_share and self.usage.get(passing.owner, 0.0) > self.usage.get(other.owner, 0.0)
         if had_more or passing.set_back or passing.priority < other.priority:
             return planned
         if other.promise is None:
-            # Of two that fit now, and of which nothing is sure, the order in which they are tried decides.
+            # Between two tickets that fit now, and about which nothing is certain, the order of trying them decides.
             is_open = planned <= self.now and passing.time_limit is None and other.time_limit is None
             is_open = is_open and not self.calendars.begun_for(passing.uid)  # which puts it first for its devices alone
             return UNKNOWN if is_open else planned
@@ -473,11 +482,12 @@ class _Planner:
     def _kept_free_for(
         self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
-        """The id of the request beyond the bound that wants these devices longest, if this one would probably delay it.
+        """Return the id of the request beyond the bound that *ticket* would probably delay, or None.
 
-        That is EASY backfill by estimates (Tsafrir, Etsion and Feitelson 2007): what probably ends before the devices
-        suffice may pass, and what takes devices that are left over then.  Only one request has devices kept for it at a
-        time: several that wait for all devices start one after another when the first one has got them.
+        Of several requests beyond the bound that want these devices, only the oldest counts.  This is EASY backfill by
+        estimates (Tsafrir, Etsion and Feitelson 2007): a job may pass if it probably ends before the devices suffice,
+        or if it takes devices that are left over then.  Devices are kept for only one request at a time, because
+        several that wait for all devices start one after another once the first one has got them.
         """
         if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
@@ -485,7 +495,7 @@ class _Planner:
         late = [other for other in waiting if other.id in self.late and _goes_before(other, ticket)]
         for other in sorted(late, key=lambda other: other.since):
             if ticket.time_limit is not None and base[other.id].start != UNKNOWN:
-                continue  # which gpuguard keeps, so that one is not put off beyond its promise
+                continue  # gpuguard keeps time limits, so that request is not put off beyond its promise
             wanted = [(kind, len(devices.intersection(kind.fit.eligible))) for kind in self.alternatives(other)]
             if any(taken for _, taken in wanted):
                 waited = self.now - other.since
@@ -494,7 +504,7 @@ class _Planner:
         return None
 
     def _delays(self, alternative: _Alternative, taken: int, passing: Ticket, waited: float) -> bool:
-        """Whether *passing*, on so many of its devices, probably delays a request that has *waited* so long."""
+        """Return whether *passing*, on *taken* of its devices, probably delays a request that has *waited* so long."""
         busy = self._probably_busy()
         known = {**self.machine.guesses, **self.machine.estimates, **busy}
         fit, count = alternative.fit, alternative.request.num_gpus
@@ -510,7 +520,7 @@ class _Planner:
         return taken > left_over and self.now + doubt * passing.lasts > suffice
 
     def _probably_busy(self) -> dict[str, float]:
-        """uuid -> when it is probably free again, of the devices that this plan gives away."""
+        """Return uuid -> when the device is probably free again, for the devices that this plan gives away."""
         busy: dict[str, float] = {}
         for ticket, planned in self.starting:
             for uuid in planned.devices:
@@ -519,7 +529,7 @@ class _Planner:
         return busy
 
     def kept_for_others(self, ticket: Ticket, planned: PlannedStart) -> dict[str, Reservation]:
-        """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
+        """Return uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
         fit = self.machine.fits.get(planned.request or ticket.requests[0])
         others = [job for job in self.started if job.id != ticket.id]
         calendar = self.calendars.reserved_beside(others, fit.eligible if fit else (), ticket.uid)
@@ -537,5 +547,5 @@ class _Planner:
 
 
 def surely_over_after(ticket: Ticket) -> float:
-    """Seconds after which a reservation can count on its devices: only a time limit is kept."""
+    """Return the seconds after which a reservation can count on a ticket's devices: only time limits are kept."""
     return max(HORIZON_SECONDS, ticket.expected or 0.0) if ticket.time_limit is None else ticket.time_limit

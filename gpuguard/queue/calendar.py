@@ -1,9 +1,11 @@
-"""Reservations on devices: which ones are kept for them at what time, and when another job finds its own free of them.
+"""The reservation calendar: which devices are kept for reservations at what time, and when other jobs can have them.
 
-A reservation is of so many out of some devices.  Which of them are kept is decided anew at each sample, so that jobs
-lose as little by it as can be: first those that its user holds, then those whose claims have a time limit that ends
-before, then those that are wanted least.  Only time limits count, because gpuguard keeps them; a job of unknown length
-may still run in a day.  Reads nothing: see reservations.  Does not decide who starts: see backfill.
+A reservation is for a number of devices out of a set.  At each sample it is decided anew which of them are kept, so
+that jobs lose as little as possible: first the devices that its user holds, then those whose claims end by their time
+limit before it begins, then those that are wanted least.  Only time limits count, because gpuguard keeps them; a job of
+unknown length may still run in a day.
+
+This module reads nothing: see reservations.  It does not decide which requests start: see backfill.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ FOR_EVER = float("inf")
 
 @dataclass(frozen=True)
 class Reservation:
-    """A reservation: so many devices for one user, or for the users of a group, from a time until another one."""
+    """A number of devices that are reserved for one user, or for the users of a group, between two times."""
 
     id: str  # unique among those of its maker
     maker: int  # uid of the owner of its file
-    uid: int | None  # for whom it is; None: for a group
+    uid: int | None  # of the user it is for, or None if it is for a group
     user: str | None  # the name of *uid*
     num_gpus: int
     begins: float  # unix time
@@ -33,45 +35,45 @@ class Reservation:
     made: float = 0.0  # unix time, from the file system, so that it cannot be backdated
     note: str | None = None  # for people
     held: tuple[str, ...] = ()  # those of its devices that are in claims of its users now
-    gid: int | None = None  # for which group it is
-    group: str | None = None  # the name of *gid*; None: unknown, or no group has that number any more
-    members: Container[int] = ()  # uids of those who are in the group
+    gid: int | None = None  # of the group it is for
+    group: str | None = None  # the name of *gid*, or None if it is unknown, or no group has that number any more
+    members: Container[int] = ()  # uids of the users in the group
 
     @property
     def whose(self) -> str:
-        """For whom it is, in words: ``"alice"``, ``"group vision"``."""
+        """The user or group it is for, in words: ``"alice"``, ``"group vision"``."""
         if self.user is not None:
             return self.user
         return _("group {group}").format(group=self.group or _("{gid} (unknown here)").format(gid=self.gid))
 
     def admits(self, uid: int) -> bool:
-        """Whether it is for this user."""
+        """Return whether it is for this user."""
         return uid == self.uid or uid in self.members
 
     @property
     def key(self) -> str:
-        """Unique among all."""
+        """The key, unique among all reservations."""
         return f"{self.maker}.{self.id}"
 
 
 @dataclass(frozen=True)
 class ReservedSpan:
-    """From when until when (unix time) a device is kept for a reservation."""
+    """The time (from *begins* to *ends*, unix time) for which a device is kept for a reservation."""
 
     begins: float
     ends: float
     reservation: Reservation
 
     def excludes(self, uid: int, start: float, lasts: float) -> bool:
-        """Whether a job of a user that starts then, and lasts so long, cannot have the device."""
+        """Return whether a job of this user that starts at *start* and *lasts* so long cannot have the device."""
         return not self.reservation.admits(uid) and self.begins < start + lasts and start < self.ends
 
 
 @dataclass(frozen=True)
 class DeviceAvailability:
-    """What is known of the devices now."""
+    """The state of the devices now, as far as it is known."""
 
-    free_at: Mapping[str, float]  # from which unix time it is free if no other job starts, where known
+    free_at: Mapping[str, float]  # uuid -> unix time from which it is free if no other job starts, where known
     users: Mapping[str, Collection[int]] = field(default_factory=dict)  # uuid -> uids that have it
     relatives: Mapping[str, Collection[str]] = field(default_factory=dict)  # a GPU and its MIG instances
 
@@ -85,9 +87,10 @@ def calendar(
     now: float,
     last: Mapping[str, float] | None = None,
 ) -> Calendar:
-    """uuid -> when it is kept for which of *reservations* (the first made first), in order of time.
+    """Return uuid -> the spans for which the device is kept for one of *reservations*, in order of time.
 
-    *last*: uuid -> how much it is wanted; the most wanted are kept last.
+    *reservations* begin with the one that was made first.  *last* maps uuid -> how much the device is wanted; the most
+    wanted devices are kept last.
     """
     dislike = last or {}
 
@@ -99,13 +102,13 @@ def calendar(
     spans: dict[str, list[ReservedSpan]] = {}
     for group in _groups([reservation for reservation in reservations if reservation.ends > now]):
         for uuid, span in _kept(group, availability, now, order):
-            # Not its GPU with an instance: that cannot be had whole, and its other instances stay free.
+            # An instance does not keep its GPU: that cannot be had whole, and its other instances stay free.
             spans.setdefault(uuid, []).append(span)
     return {uuid: sorted(kept, key=lambda span: span.begins) for uuid, kept in spans.items()}
 
 
 def _groups(reservations: Sequence[Reservation]) -> list[list[Reservation]]:
-    """Those that overlap in time, with those that overlap these, and so on."""
+    """Group the reservations that overlap in time, directly or through others."""
     left, groups = list(reservations), []
     while left:
         group = [left.pop(0)]
@@ -120,11 +123,11 @@ def _groups(reservations: Sequence[Reservation]) -> list[list[Reservation]]:
 def _kept(
     group: Sequence[Reservation], availability: DeviceAvailability, now: float, order: Sequence[str]
 ) -> list[tuple[str, ReservedSpan]]:
-    """Which device is kept when, for reservations that overlap in time.
+    """Return which device is kept when, for reservations that overlap in time.
 
-    Where all can have the same devices, as many are kept at each moment as are reserved then, and what is missing comes
-    when time limits set something free.  Where they differ, a job that began on a device which another one needs later
-    could not move: each gets devices of its own.
+    If all of them can have the same devices, as many are kept at each moment as are reserved then, and missing ones are
+    added when time limits set devices free.  If their devices differ, each reservation gets devices of its own, because
+    a job that began on a device that another reservation needs later could not move.
     """
     if not _alike(group):
         matched = _matched(group, availability, now, order)
@@ -150,10 +153,11 @@ def _alike(group: Sequence[Reservation]) -> bool:
 def _matched(
     active: Sequence[Reservation], availability: DeviceAvailability, when: float, order: Sequence[str]
 ) -> dict[str, Reservation]:
-    """uuid -> the reservation that keeps it from that time on: as many as can be, the first of *order* first.
+    """Return uuid -> the reservation that keeps it from *when* on, for as many devices as possible.
 
-    The devices that can be kept together are a matroid: taking them greedily, and moving those that were taken
-    before to another reservation where that makes room, gives the best set.
+    The first devices of *order* are preferred.  The sets of devices that can be kept together are a matroid, so the
+    best set results from taking them greedily, and moving devices that were taken before to another reservation if that
+    makes room.
     """
     got: dict[str, list[str]] = {reservation.key: [] for reservation in active}
     missing = sum(reservation.num_gpus for reservation in active)
@@ -188,7 +192,7 @@ def _matched(
 
 @dataclass(frozen=True, kw_only=True)
 class StartingJob:
-    """A job of a plan that starts now; *until* is inf where no time limit ends it."""
+    """A job of a plan that starts now; *until* is inf if no time limit ends it."""
 
     id: str
     uid: int
@@ -197,7 +201,7 @@ class StartingJob:
 
 
 class Calendars:
-    """What is kept for *reservations* (not over, the first made first) while a plan is made.
+    """The calendars of *reservations* (not over, the first made first) while a plan is made.
 
     *availability* is that of the devices before any ticket of the plan starts.
     """
@@ -207,9 +211,9 @@ class Calendars:
         self._known: dict[tuple[object, ...], Calendar] = {}  # most tickets of a queue are alike
 
     def after(self, started: Sequence[StartingJob], wanted: Sequence[str], uid: int | None = None) -> Calendar:
-        """The calendar once *started* run, where possible of none of the devices *wanted*, the best of them first.
+        """Return the calendar once the jobs *started* run, without the reservations for *uid*.
 
-        Without what is reserved for *uid*.
+        If possible it keeps none of the devices *wanted*, which begin with the best.
         """
         if not self._reservations:
             return {}
@@ -222,17 +226,18 @@ class Calendars:
         return self._known[key]
 
     def reserved_beside(self, started: Sequence[StartingJob], wanted: Sequence[str], uid: int) -> Calendar:
-        """What a user has to leave alone to start beside *started*, which have claimed nothing yet.
+        """Return what a user has to leave alone to start beside the jobs *started*, which have claimed nothing yet.
 
-        Users for whom devices are reserved may not come: what they are about to claim is kept for them
-        only when they have it, and until then what else there is, should one of them be gone, or all.
+        Users for whom devices are reserved may not come.  The devices that they are about to claim are kept for them
+        only once they have claimed them.  Until then, those devices are kept as well that would be kept if one of these
+        users, or all of them, were gone.
         """
         spans = self.after(started, wanted, uid)
         coming = {job.uid for job in started} - {uid}
         absent = {one for one in coming if any(reservation.admits(one) for reservation in self._reservations)}
         for gone in [{user} for user in absent] + ([absent] if len(absent) > 1 else []):
             present = [job for job in started if job.uid not in gone]
-            theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # to be kept first of all
+            theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # which are to be kept first
             others = sorted([uuid for uuid in wanted if uuid not in theirs], key=lambda uuid: uuid in spans)
             without = self.after(present, others, uid)
             spans = {
@@ -251,12 +256,12 @@ class Calendars:
             for uuid in job.devices:
                 users.setdefault(uuid, set()).add(job.uid)
                 for relative in (uuid, *self._before.relatives.get(uuid, ())):
-                    # It may join one that has no limit.
+                    # It may join a job that has no time limit.
                     free_at[relative] = max(job.until, free_at.get(relative, FOR_EVER))
         return DeviceAvailability(free_at, users, self._before.relatives)
 
     def begun_for(self, uid: int) -> list[Reservation]:
-        """The reservations for a user that have begun."""
+        """Return the reservations for a user that have begun."""
         return [
             reservation
             for reservation in self._reservations
@@ -264,7 +269,7 @@ class Calendars:
         ]
 
     def uses_own_reservations(self, uid: int, devices: Collection[str], started: Sequence[StartingJob]) -> bool:
-        """Whether a job gets no more than what is reserved for its user now, which no user without that would get."""
+        """Return whether a job gets no more than is reserved for its user now, which no user without that would get."""
         own = self.begun_for(uid)
         reserved = {uuid for reservation in own for uuid in reservation.devices}
         used = {uuid for reservation in own for uuid in reservation.held}
@@ -275,7 +280,7 @@ class Calendars:
 
 
 def clear_at(spans: Sequence[ReservedSpan], uid: int, earliest: float, lasts: float) -> float:
-    """The earliest time at which a job of a user can have a device for so long: between what is kept for others."""
+    """Return the earliest time at which a job of a user can have a device for so long, between the spans of others."""
     for span in spans:
         if span.excludes(uid, earliest, lasts):
             earliest = span.ends
@@ -283,7 +288,7 @@ def clear_at(spans: Sequence[ReservedSpan], uid: int, earliest: float, lasts: fl
 
 
 def can_be_met(reservation: Reservation, others: Sequence[Reservation], devices: Collection[str]) -> bool:
-    """Whether a machine with these devices, all of them free, has room for it beside *others*."""
+    """Return whether a machine with these devices, all of them free, has room for a reservation beside *others*."""
     (group, *_) = _groups([reservation, *others])
     empty, order = DeviceAvailability(dict.fromkeys(devices, -FOR_EVER)), sorted(devices)
     alike = _alike(group)

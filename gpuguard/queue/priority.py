@@ -1,9 +1,17 @@
 """Priority: the order of the tickets in the queue.
 
-The order is: requests that are not set back; priority class; the oldest request of each user who has waited longer than
-promised and got nothing for as long as the site permits; fair share, in which the user with the least recent GPU time
-is next, and each request counts as if it had run already, so that 500 tickets get no further than one; who started a
-job longest ago; arrival.  Does not decide who starts when: see backfill.  Reads nothing: see tickets.
+Tickets are ordered by the first of these that differs:
+
+    set back        requests that were set back come last
+    priority        the higher class first
+    overdue         the oldest request of each user who has waited longer than promised, and has got nothing for as long
+                    as the site permits
+    fair share      the user with the least recent GPU time is next; each of their requests counts as if it had run
+                    already, so that 500 tickets get no further than one
+    last start      the user who started a job longest ago
+    arrival         the oldest first
+
+This module does not decide which requests start when: see backfill.  It reads nothing: see tickets.
 """
 
 from __future__ import annotations
@@ -20,40 +28,40 @@ from gpuguard.units import parse_duration, parse_leftover, parse_percent
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share and in doubt
-USUAL_WAITS = 3.0  # a request is passed freely until it has waited for so many times the usual wait
-BACKLOGS = 1.5  # and no longer than so many times the backlog: devices stay empty for wide requests, and more jobs come
-LONGEST_WAIT = 20 * 86400.0  # that counts as usual
+USUAL_WAITS = 3.0  # a request is passed freely until it has waited for so many times the usual wait ...
+BACKLOGS = 1.5  # ... or so many times the backlog, because devices stay empty for wide requests, and more jobs come
+LONGEST_WAIT = 20 * 86400.0  # a longer wait of one job counts as this
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One request that waits.  None = unknown."""
+    """One request that waits.  Unknown values are None."""
 
     id: str  # unique among all: it begins with the uid of its owner
     uid: int
     user: str
     since: float  # unix time of its arrival, from the file system, so that it cannot be backdated
-    requests: tuple[Request, ...]  # any of them will do, the first is liked best
+    requests: tuple[Request, ...]  # any of them will do, the first is preferred
     priority: int = 0
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, estimated from what the user's jobs have taken before
     promise: float | None = None  # unix time, see backfill.promise
-    owner_uid: int | None = None  # the uid that its uid belongs to, see users.accountable_uids; None: its own
+    owner_uid: int | None = None  # the uid that answers for *uid*, see users.accountable_uids, or None: its own
     served: float | None = None  # unix time at which a request of its user last got a claim
-    set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
-    after: str | None = None  # it waits for that before it enters the queue
+    set_back: bool = False  # at the end of the queue, because it, or its user, did not take an offer
+    after: str | None = None  # what it waits for before it enters the queue
     pid: int | None = None
     note: str | None = None
     command: tuple[str, ...] | None = None
 
     @property
     def short_id(self) -> str:
-        """The id as people write it, see claims.ids: that of its file without uid and pid; "" without a file."""
+        """The id as people write it, see claims.ids: that of its file without uid and pid, or "" without a file."""
         return self.id.rpartition(".")[2].partition("p")[0]
 
     @property
     def lasts(self) -> float | None:
-        """Seconds that the job will take, as far as that is known."""
+        """The seconds that the job will take, or None if that is unknown."""
         return self.expected if self.time_limit is None else self.time_limit
 
     @property
@@ -63,7 +71,7 @@ class Ticket:
 
     @property
     def num_gpus(self) -> int:
-        """Of the alternative that is liked best."""
+        """The number of GPUs of the preferred alternative."""
         return self.requests[0].num_gpus
 
 
@@ -101,34 +109,34 @@ class ReservationKeys:
 class QueueRules:
     """The site's rules for the queue; the fields are the keys of line.yaml."""
 
-    fair_share: bool = True  # False: first come, first served, within a priority
+    fair_share: bool = True  # if False, first come, first served within a priority
     half_life: Annotated[float, parse_duration] = 7 * 86400.0  # after which used GPU time counts half
     patience: Annotated[float, _parse_share] = 0.25  # of the planned wait: shorter jobs may put a start off by that
-    bound: Annotated[float, parse_duration] = 24 * 3600.0  # then no request passes one whose start cannot be planned
+    bound: Annotated[float, parse_duration] = 24 * 3600.0  # then none passes a request whose start cannot be planned
     priority: PriorityKeys = field(default_factory=PriorityKeys)
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
-    leftover: Annotated[float, parse_leftover] = float("inf")  # for which what a job leaves running keeps its claim
+    leftover: Annotated[float, parse_leftover] = float("inf")  # for which processes that a job leaves keep its claim
 
     def __post_init__(self) -> None:
         if self.half_life <= 0:
             raise InvalidRequest(_("half_life must be more than 0: write fair_share: false to count nothing."))
 
     def highest(self, uid: int) -> int:
-        """The highest priority that *uid* gets."""
+        """Return the highest priority that *uid* gets."""
         keys = self.priority
         return PRIORITIES["low" if uid in keys.low else "high" if uid in keys.high else keys.everybody]
 
 
 def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueRules, now: float) -> list[Ticket]:
-    """All tickets in the order of the queue, each with the priority that the site permits; *now* is unix time.
+    """Return all tickets in the order of the queue, each with the priority that the site permits; *now* is unix time.
 
-    *usage*: uid, or the uid that it belongs to -> recent GPU-seconds; 0 for a missing one.
+    *usage* maps a uid, or the uid that it belongs to -> recent GPU-seconds; a missing one counts as 0.
     """
     tickets = [
         ticket if ticket.priority == (real := permitted(ticket, rules)) else replace(ticket, priority=real)
         for ticket in tickets
     ]
-    # Of 500 tickets of one user some are always old: they count as overdue only if none of them started for as long.
+    # Of 500 tickets of one user, some are always old.  They count as overdue only if none started for as long.
     starved = [ticket for ticket in tickets if ticket.served is None or ticket.served + rules.bound <= now]
     late = overdue(starved, rules, now) if rules.fair_share else frozenset()
     queue: list[Ticket] = []
@@ -142,26 +150,27 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueR
 
 
 def bound_now(rules: QueueRules, waits: Collection[float], backlog: float) -> QueueRules:
-    """*rules* with the bound that fits the load.
+    """Return *rules* with the bound that fits the load.
 
-    Where all wait for days a day is nothing: every request would be beyond it, and all would start in order of arrival.
-    *waits* are those (seconds) of the jobs that run now.  What a job says of its wait could be forged, so of each no
-    more than LONGEST_WAIT counts.  *backlog* (seconds) is about the wait in order of arrival, see backfill.backlog; one
-    job that goes on and on makes it endless.  So 3 times the mean wait or 1.5 times the backlog counts, which is less.
+    Where all requests wait for days, a bound of a day is nothing: every request would be beyond it, and all would start
+    in order of arrival.  So it is 3 times the mean wait or 1.5 times the backlog, whichever is less.  *waits* (seconds)
+    are those of the jobs that run now.  A job could forge its wait, so no more than LONGEST_WAIT of each counts.
+    *backlog* (seconds) is about the wait in order of arrival, see backfill.backlog; a single job that goes on and on
+    makes it endless.
     """
     usual = sum(min(LONGEST_WAIT, wait) for wait in waits) / len(waits) if waits else 0.0
     return replace(rules, bound=max(rules.bound, min(USUAL_WAITS * usual, BACKLOGS * backlog)))
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
-    """The priority that it really has."""
+    """Return the priority that the ticket really has."""
     return min(ticket.priority, rules.highest(ticket.uid))
 
 
 def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
-    """The ids of those that have waited longer than they should; of each user only the oldest that could start.
+    """Return the ids of tickets that have waited longer than they should: of each user the oldest that could start.
 
-    A request that is like an older one, which was promised a later start, does not pass it: the older one counts.
+    A request does not pass an older one of the same kind that was promised a later start: the older one counts instead.
     """
     alike, oldest = dict[tuple[object, ...], Ticket](), dict[int, Ticket]()
     for ticket in sorted(tickets, key=_arrival):
@@ -174,15 +183,18 @@ def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> froze
 
 
 def due_at(ticket: Ticket, rules: QueueRules) -> float:
-    """When its patience is over: as promised, else after the bound.  A forged promise cannot be in the past."""
+    """Return when a ticket becomes overdue: at its promised start, or else after the bound.
+
+    A forged promise cannot lie before the ticket's arrival.
+    """
     return ticket.since + rules.bound if ticket.promise is None else max(ticket.since, ticket.promise)
 
 
 def _by_fair_share(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticket]:
-    """Next is the user who is charged least, then the one whose last start is longest ago.
+    """Return *tickets* so that the user who is charged least is next, then the one whose last start is longest ago.
 
-    Where usage is not counted, and the claim that just ended was the only one, all have had nothing: without the last
-    start a flood of one user, who came first, would be served to its end.
+    Where usage is not counted, and the claim that just ended was the only one, no user is charged anything.  Without
+    the last start, all tickets of a user who came first with many would then start before those of others.
     """
     of_user: dict[int, list[Ticket]] = {}
     for ticket in reversed(tickets):  # so that pop() gives the oldest
@@ -196,7 +208,7 @@ def _by_fair_share(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> lis
         ticket = of_user[uid].pop()
         queue.append(ticket)
         if of_user[uid]:
-            # A ticket that is not queued yet, or stopped, holds back no other ticket of its user.
+            # A ticket that is not queued yet, or whose process is stopped, holds back no other ticket of its user.
             if ticket.after is None:
                 charged += ticket.num_gpus * (TYPICAL_SECONDS if ticket.lasts is None else ticket.lasts)
             heapq.heappush(users, (charged, served[uid], _arrival(of_user[uid][-1]), uid))

@@ -1,16 +1,18 @@
-"""Reservations: their files, which of them count, which devices they keep, and until when.
+"""The reservation store: the files of reservations, which of them count, and when each is over.
 
-    reserve.UID.ID.json        of its maker: of users for themselves and for their groups, of root for anybody
-    arrived.UID.MAKER.ID       of a user it is for: its time says when a claim of theirs last began or ended; also
-                               with .RANDOM behind it, where another user has made a file of that name
-    daemon/arrived.UID.MAKER.ID  the same as the daemon last saw such a claim (gGID: of a group), and ...
-    daemon/arrivals            ... when it last looked: while there is a daemon, its word alone counts
+    reserve.UID.ID.json        a reservation; users make them for themselves and for their groups, root for anybody
+    arrived.UID.MAKER.ID       made by a user it is for: its time says when a claim of theirs last began or ended; it
+                               has .RANDOM behind it if another user has made a file of that name
+    daemon/arrived.UID.MAKER.ID  the time when the daemon last saw such a claim (gGID instead of UID: of a group), ...
+    daemon/arrivals            ... and the time when it last looked: while there is a daemon, these alone count
 
-The files outlive their maker, and are removed by the maker or by root when they have ended.  Whose a file is and when
-it was made says the file system, who is in a group the system's user database; one that cannot be understood is
-reported.  What users may reserve is checked by each reader: what is too much does not count, the last made first.  A
-reservation is over at its end, or when its users have had no claim for as long as the site says.  Does not decide which
-devices are kept from whom: see calendar.
+The files outlive the command that made them, and are removed by their maker or by root when they have ended.  The file
+system says whose a file is and when it was made, and the system's user database says which users are in a group.  A
+file that cannot be understood is reported.  Each reader checks that users reserve no more than they may: what is too
+much does not count, beginning with the reservation that was made last.  A reservation is over at its end, or when its
+users have had no claim for as long as the site permits.
+
+This module does not decide which devices are kept from which users: see calendar.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from gpuguard.users import GroupMembers, accountable_uids, group_name, is_in_gro
 from gpuguard.vendors import names_instance
 
 MAX_BYTES = 4096
-MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
+MOST_OF_ONE = 100  # reservations of a user; a quota counts their devices, but only once all of them were read
 MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
@@ -60,11 +62,11 @@ Arrivals = Mapping[str, float]  # key of a reservation -> when a user of it last
 
 @dataclass(frozen=True)
 class ReservationStatus:
-    """Whether a reservation counts."""
+    """A reservation, and whether it counts."""
 
     reservation: Reservation
-    why_not: str = ""  # why it does not count; "" when it does
-    no_show_at: float | None = None  # unix time at which it is over without a claim; None: its user has one
+    why_not: str = ""  # why it does not count, or "" if it does
+    no_show_at: float | None = None  # unix time at which it is over without a claim, or None if its user has one
     over: bool = False  # whether it is over before its end, because its user came too late
 
     @property
@@ -83,12 +85,12 @@ class ReservationCalendar:
 
     @property
     def reservations(self) -> tuple[Reservation, ...]:
-        """Those that count."""
+        """The reservations that count."""
         return tuple(status.reservation for status in self.statuses if status.counts)
 
     @property
     def changes_at(self) -> float:
-        """Unix time at which the next of them begins or is over by itself."""
+        """The unix time at which the next of the reservations begins, or is over by itself."""
         counting = [status for status in self.statuses if status.counts]
         ends = [status.no_show_at for status in counting if status.no_show_at is not None]
         times = [when for kept in self.reservations for when in (kept.begins, kept.ends)] + ends
@@ -97,9 +99,9 @@ class ReservationCalendar:
 
 @dataclass(frozen=True)
 class _ReservationContent:
-    """What a file of a reservation says."""
+    """The content of a reservation's file."""
 
-    uid: int  # for whom it is; where it is for a group its maker, for whom a reader takes it that knows no groups
+    uid: int  # of the user it is for; for a group its maker, so that a reader that knows no groups takes it for theirs
     num_gpus: int
     begins_unix_seconds: float
     ends_unix_seconds: float
@@ -110,7 +112,7 @@ class _ReservationContent:
 def reservation_calendar(
     directory: LockDirectory, uuids: Collection[str], claims: Sequence[ClaimRecord], now: float
 ) -> ReservationCalendar:
-    """The reservations as they count *now*, on a machine with these devices and living claims."""
+    """Read the reservations and judge which count *now*, on a machine with these devices and living claims."""
     if not _has_reservations(directory):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
@@ -123,7 +125,7 @@ def reservation_calendar(
 
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
-    """*snapshot* with the MIG instances, which show only where health was read (39 calls), if some are reserved."""
+    """Return *snapshot*, with the MIG instances if some are reserved: only reading health (39 calls) shows them."""
     if not _has_reservations(directory):
         return snapshot
     shown = {device.uuid for device in snapshot.devices}
@@ -146,7 +148,7 @@ def judge(
     now: float,
     denied: Collection[int] = (),
 ) -> list[ReservationStatus]:
-    """Which of them count; *denied*: uids that may make no claim now."""
+    """Return which of *reservations* count; *denied* holds the uids that may make no claim now."""
     statuses: list[ReservationStatus] = []
     counted: list[Reservation] = []
     for reservation in sorted(reservations, key=lambda reservation: (reservation.made, reservation.key)):
@@ -161,7 +163,7 @@ def judge(
         reservation = replace(reservation, held=tuple(uuid for uuid in reservation.devices if uuid in claimed))
         arrival = arrivals.get(reservation.key, 0.0)
         deadline = max(reservation.begins, reservation.made, arrival) + keys.no_show
-        # A claim that came later does not bring back what others were promised meanwhile.
+        # A claim that came later does not bring back devices that others were promised meanwhile.
         present = any(claim.since is None or claim.since < deadline for claim in own)
         if now >= deadline and not present:
             statuses.append(ReservationStatus(reservation, no_show_at=deadline, over=True))
@@ -180,7 +182,7 @@ def judge(
 def what_if(
     wanted: Reservation, known: ReservationCalendar, uuids: Collection[str], directory: LockDirectory | None = None
 ) -> str:
-    """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
+    """Return why a new reservation would not count, and when there would be room for it, or "" if it would count."""
     others = known.reservations
     if why_not := _not_allowed(wanted, others, uuids, read_queue_settings(directory).rules.reservations):
         return why_not
@@ -198,7 +200,7 @@ def what_if(
 def _not_allowed(
     wanted: Reservation, counted: Sequence[Reservation], uuids: Collection[str], keys: ReservationKeys
 ) -> str:
-    """Why it does not count beside those that do, however much room they leave; "" when it may."""
+    """Return why *wanted* may not count beside *counted*, however much room they leave, or "" if it may."""
     owners = accountable_uids((wanted.maker, *(reservation.maker for reservation in counted)))
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
@@ -212,7 +214,7 @@ def _not_allowed(
 
 
 def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
-    """Why a user may not have this one beside so many devices in earlier ones; "" when it is allowed."""
+    """Return why a user may not have this one with *before* devices in earlier ones, or "" if they may."""
     if before + reservation.num_gpus > keys.devices:
         beside = _(" ({before} of them in earlier ones)").format(before=before) if before else ""
         gpus = format_count(keys.devices, "GPU") if keys.devices else _("no GPUs")
@@ -227,13 +229,17 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
 
 
 def clock_text(when: float, now: float) -> str:
-    """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
+    """Format a time for people: ``"09:00"`` today, or else ``"Sat 21 Nov 09:00"``."""
     today = time.localtime(when)[:3] == time.localtime(now)[:3]
     return local_time(when, "%H:%M" if today else _("%a %d %b %H:%M"))
 
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:
-    """All that have not ended, in no order; the files that cannot be understood; and which users came when."""
+    """Read the reservations that have not ended, in no order.
+
+    Returns:
+        The reservations; the files that cannot be understood; and when users have come.
+    """
     names = directory.names()
     reservations, ignored = read_documents(directory, "reserve", names, MOST_OF_ONE, partial(_read_reservation, now))
     for name in names:
@@ -246,7 +252,7 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
 
 
 def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservation:
-    """Make the file of a reservation, whole or not at all; returns it as it was made."""
+    """Write the file of a reservation, whole or not at all, and return the reservation as it was made."""
     uid = wanted.maker if wanted.uid is None else wanted.uid
     fields = _ReservationContent(uid, wanted.num_gpus, wanted.begins, wanted.ends, wanted.devices, wanted.gid)
     content = {"schema": 1, **asdict(fields), "note": wanted.note and wanted.note[:MOST_NOTE]}
@@ -266,7 +272,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
 
 
 def remove_reservation(directory: LockDirectory, reservation: Reservation) -> None:
-    """End a reservation; LockDirectoryError: it is another user's."""
+    """Remove the file of a reservation.  Raises LockDirectoryError if it belongs to another user."""
     try:
         os.unlink(_path(directory, reservation.maker, reservation.id))
     except FileNotFoundError:
@@ -279,24 +285,27 @@ def remove_reservation(directory: LockDirectory, reservation: Reservation) -> No
 
 
 def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]) -> tuple[str, ...]:
-    """Record a claim of this user now, for each of *reservations* that is theirs; the files to touch when it ends."""
+    """Record a claim of this user now, for each of *reservations* that is theirs.
+
+    Returns the files to touch when the claim ends.
+    """
     uid, paths = os.geteuid(), []
     for reservation in reservations:
         if not reservation.admits(uid):
             continue
         path = f"{directory.records}/{directory.prefix}{_arrival_name(reservation, uid)}"
-        for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
+        for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second if another user has made the first
             if touch(own, uid):
                 paths.append(own)
-                break  # without either only a living claim shows that the user came
+                break  # without either file, only a living claim shows that the user came
     return tuple(paths)
 
 
 def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: Iterable[Ticket], now: float) -> None:
     """Record which users have come to their reservations, as the daemon sees it; call it again and again.
 
-    A user has come who claims a device of it, or waits while too few of its devices are free.  *snapshot* has the
-    claims, *waiting* are the requests that wait.
+    A user has come if they claim a device of the reservation, or wait while too few of its devices are free.
+    *snapshot* has the claims, *waiting* are the requests that wait.
     """
     files = daemon_files(directory)
     if (
@@ -321,7 +330,7 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
 
 
 def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation], now: float) -> Arrivals | None:
-    """What the daemon has seen; None if none has looked lately, so that the files of the users must do."""
+    """Return the arrivals that the daemon has seen, or None if none has looked lately: then the users' files count."""
     files = daemon_files(directory)
     if files.owner is None or (written_at(files.file(_LOOKED), files.owners()) or 0.0) < now - LOOKED_SECONDS:
         return None
@@ -330,7 +339,7 @@ def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation]
 
 
 def _arrival_name(reservation: Reservation, uid: int | None = None) -> str:
-    """The file of one of its users; without *uid* the daemon's, of all of them."""
+    """Return the name of the file of one of the users, or without *uid* that of the daemon's file for all of them."""
     whose = f"g{reservation.gid}" if reservation.uid is None else reservation.uid
     return f"arrived.{whose if uid is None else uid}.{reservation.key}"
 

@@ -1,12 +1,12 @@
 """Tickets of the queue: one small file per request that waits, locked by the process that waits, so they end together.
 
-Beside each lies its *waker*, a FIFO into which any user may write a byte: "check again, you may start".  The owner and
-the arrival of a ticket come from the file system, never from its content; one that cannot be decoded does not count and
-is reported.  Does not decide who starts: see priority and backfill.
+Beside each ticket lies its *waker*, a FIFO into which any user may write a byte: "check again, you may start".  The
+owner and the arrival of a ticket come from the file system, never from its content.  A ticket that cannot be decoded
+does not count and is reported.  This module does not decide which requests start: see priority and backfill.
 
-    ticket.UID.ID.json  bell.UID.ID     of the user who waits
+    ticket.UID.ID.json  bell.UID.ID     the ticket and the waker of a user who waits
     served.UID                          its time says when a request of that user last started although others waited
-    daemon/served.UID                   the same as the daemon saw it, where users may be hostile: the later one counts
+    daemon/served.UID                   the time when the daemon saw that, where users may be hostile; the later counts
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ MOST_ALTERNATIVES = 4  # of one request
 MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
 MOST_UNREAD = 4  # bytes in a waker
 MOST_OF_ONE = 32  # alternatives of all tickets of one user: so many are read and planned, the oldest tickets first
-MOST_OF_SET_BACK = 4  # the same for a user who is set back
+MOST_OF_SET_BACK = 4  # alternatives of all tickets of a user who is set back
 MOST_OPENED = 256  # files of one user, among them those of tickets that wait for --after or have ended
-MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
+MOST_WANTED = 1024  # GPUs of one ticket: it may claim to want any number, and sums of these are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
 LAST_TIME = 2.0**40  # unix time
 CLOCK_SECONDS = 0.02  # by which the time of a file may be behind the clock
-LONGEST_WORD, MOST_WORDS = 200, 20  # characters of a text and of each word of a command, for people; and words
-# What `run --after` writes.  All else is the text of a user, and is shown as such.
+LONGEST_WORD, MOST_WORDS = 200, 20  # characters of a text or of a word of a command, for people; words of a command
+# The text that `run --after` writes.  Any other text comes from a user, and is shown in quotes.
 _AFTER = re.compile(r"waits until (process \d{1,7}|\S{1,64}'s claim [\w.-]{1,40}) has ended", re.ASCII)
 
 
@@ -71,34 +71,34 @@ class IgnoredFile:
     uid: int
     id: str
     reason: str
-    unread: tuple[tuple[float, str], ...] = ()  # those for which it stands: when they were written, and their names
+    unread: tuple[tuple[float, str], ...] = ()  # the files for which it stands: when they were written, and names
 
 
 @dataclass(frozen=True)
 class _TicketContent:
-    """What a ticket says beside its requests."""
+    """The content of a ticket beside its requests."""
 
     priority: int = 0
     time_limit_seconds: float | None = None
     expected_seconds: float | None = None
     promise_unix_seconds: float | None = None
     pid: int | None = None
-    # For people: where one of these is none, the ticket counts without it.
+    # Texts for people: if one of them is malformed, the ticket counts without it.
     after: str | None = None
     note: str | None = None
     command: tuple[str, ...] | None = None
 
 
 class OwnTicket:
-    """A ticket of this process, until withdraw() or the end of the process; *content* is as of ticket_content().
+    """A ticket of this process, until withdraw() or the end of the process; *content* comes from ticket_content().
 
     Raises:
-        OSError: it cannot be written; then nothing of it is left.
+        OSError: the ticket cannot be written; nothing of it is left.
     """
 
     def __init__(self, directory: LockDirectory, content: Mapping[str, Any]) -> None:
-        # With the uid: else a user could make a ticket with the number of another user's.  With the pid: who leads the
-        # queue can be found, however many tickets there are.
+        # It has the uid, because otherwise a user could make a ticket with the number of another user's.  It has the
+        # pid, so that the leader of the queue can be found, however many tickets there are.
         self.id = f"{os.geteuid()}.{os.urandom(4).hex()}p{os.getpid()}"
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.waker = -1
@@ -124,24 +124,24 @@ class OwnTicket:
 
     @property
     def counts(self) -> bool:
-        """Whether others can see it: a clean-up of old files may have removed it."""
+        """Whether others can see the ticket: a clean-up of old files may have removed it."""
         files = (self._descriptor, self._ticket), (self.waker, self._bell)
         return all(is_same_file(descriptor, path, unsure=True) for descriptor, path in files)
 
     def send_heartbeat(self) -> None:
-        """Give a sign of life, see last_heartbeat()."""
+        """Send a sign of life, see last_heartbeat()."""
         with suppress(OSError):
             os.utime(self.waker)
 
     def drain(self) -> bytes:
-        """The bytes that were written into the waker since the last time."""
+        """Return the bytes that were written into the waker since the last call."""
         try:
             return os.read(self.waker, 65536)
         except BlockingIOError:
             return b""
 
     def withdraw(self) -> None:
-        """Wait no longer.  Idempotent, also after it was interrupted."""
+        """Remove the ticket.  It can be called again, also after it was interrupted."""
         descriptors = (self._descriptor, self.waker)
         for path, descriptor in zip((self._ticket, self._bell), descriptors, strict=True):
             with suppress(OSError):
@@ -155,14 +155,14 @@ class OwnTicket:
 
 
 def new_ticket(requests: Sequence[Request], *, command: Sequence[str] = (), **fields: Any) -> Ticket:
-    """A ticket of this process that has no file yet, so no position; *fields* are further ones of Ticket."""
+    """Return a ticket of this process that has no file yet, and so no position; *fields* are further ones of Ticket."""
     uid = os.geteuid()
     facts = {"id": "", "uid": uid, "user": user_name(uid), "since": time.time(), "pid": os.getpid(), **fields}
     return Ticket(requests=tuple(requests), command=tuple(command), **facts)
 
 
 def ticket_content(ticket: Ticket) -> dict[str, Any]:
-    """What is written into the file of a ticket."""
+    """Return the content of a ticket's file."""
     return {
         "schema": 1,
         "pid": ticket.pid,
@@ -182,7 +182,7 @@ def _brief(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_json(request: Request) -> dict[str, Any]:
-    """The conditions of a request, as they stand in a ticket."""
+    """Return the conditions of a request as a ticket has them."""
     if len(request.models) > MOST_MODELS:
         raise InvalidRequest(
             _("--model: at most {most} names; a glob as 'A100*' stands for several.").format(most=MOST_MODELS)
@@ -193,7 +193,11 @@ def as_json(request: Request) -> dict[str, Any]:
 
 
 def as_request(content: Mapping[str, Any]) -> Request:
-    """The request with these conditions; ValueError: there is something that is none; InvalidRequest is one."""
+    """Return the request with these conditions.
+
+    Raises:
+        ValueError: something in it is no condition; InvalidRequest is a ValueError.
+    """
     if content.get("tolerance") == 2**63:  # as version 0.1 writes ANY_MEMORY, to a daemon that was upgraded
         content = {**content, "tolerance": ANY_MEMORY}
     request = decode(Request, content, exact=True)
@@ -205,7 +209,7 @@ def as_request(content: Mapping[str, Any]) -> Request:
 
 
 def checked_number(value: T, least: float, most: float) -> T:
-    """*value* if it is None or between these; else a ValueError."""
+    """Return *value* if it is None or between *least* and *most*; raise ValueError otherwise."""
     number: Any = value
     if number is not None and not least <= number <= most:
         raise ValueError(_("a number or a time in it is none"))
@@ -213,15 +217,15 @@ def checked_number(value: T, least: float, most: float) -> T:
 
 
 def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None:
-    """Record that a request of *uid* started now, although others wait: see priority.order."""
+    """Record that a request of *uid* started now although others wait: see priority.order."""
     path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _path(directory, "served", str(uid))
     touch(path)
 
 
 def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
-    """Whether a process of *uid* has recorded a start after *since*, unix time: see record_start().
+    """Return whether a process of *uid* has recorded a start after *since* (unix time): see record_start().
 
-    True, too, where it could not, because another user has made the file.
+    It is also True if the process could not, because another user has made the file.
     """
     with suppress(OSError):
         status = status_in_place(_path(directory, "served", str(uid)))
@@ -230,7 +234,7 @@ def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
 
 
 def touch(path: str, owner: int | None = None) -> bool:
-    """Whether the file is there, if need be a new one, is *owner*'s, and its time is now."""
+    """Set the time of the file to now, making it if needed; return whether that worked and the file is *owner*'s."""
     with suppress(OSError):
         descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
         try:
@@ -243,7 +247,7 @@ def touch(path: str, owner: int | None = None) -> bool:
 
 
 def last_started(directory: LockDirectory, uid: int) -> float | None:
-    """When a request of *uid* last started, unix time; None: unknown."""
+    """Return the unix time at which a request of *uid* last started, or None if that is unknown."""
     times = [written_at(_path(directory, "served", str(uid)), (uid,))]
     if directory.keeper is not None:  # the user's own file could be removed or backdated
         files = daemon_files(directory)
@@ -252,10 +256,10 @@ def last_started(directory: LockDirectory, uid: int) -> float | None:
 
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
-    """The tickets that are planned, in no order, and those that are not: they do not count, or wait for others.
+    """Read the tickets that are planned, in no order, and the others: these do not count, or wait for older ones.
 
-    Any user can make any number.  So only the oldest of each user are opened, and the others have to wait until those
-    have started: they cost no other user anything.  Files of ended processes are removed where permitted.
+    Any user can make any number of tickets.  So only the oldest ones of each user are opened, and the rest have to wait
+    until those have started: they cost no other user anything.  Files of ended processes are removed where permitted.
     """
     is_set_back = read_restrictions(directory, SET_BACK, time.time()) if directory.keeper is not None else {}
     tickets: list[Ticket] = []
@@ -270,7 +274,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
             document = _read_file(directory, "ticket", name, _read_ticket)
             if isinstance(document, Ticket):
                 own.append(replace(document, owner_uid=owner))
-                # One that is not queued yet holds back no other ticket of its user.
+                # A ticket that is not queued yet holds back no other ticket of its user.
                 room -= len(document.requests) if document.after is None else 0
             elif document is not None:
                 ignored.append(document)
@@ -282,7 +286,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFi
 
 
 def tickets_of_process(directory: LockDirectory, pid: int) -> list[Ticket]:
-    """The tickets of a process, by their names alone, so without their requests; none of an earlier version."""
+    """Return the tickets of a process from their names alone, so without requests; an earlier version's are missing."""
     try:
         start, end = f"{directory.prefix}ticket.{os.stat(f'/proc/{pid}').st_uid}.", f"p{pid}.json"
     except OSError:
@@ -298,7 +302,7 @@ def _unread_ticket(directory: LockDirectory, uid: int, since: float, name: str) 
 
 
 def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | None:
-    """The one ticket of *uid* with this id, or None: it is no id, there is none, or its process has ended."""
+    """Return the ticket of *uid* with this id, or None if it is no id, there is none, or its process has ended."""
     owner, _dot, number = ticket_id.partition(".")
     if owner != str(uid) or not is_id(number):
         return None
@@ -308,7 +312,7 @@ def read_ticket(directory: LockDirectory, uid: int, ticket_id: str) -> Ticket | 
 
 
 def ticket_path(directory: LockDirectory, ticket_id: str) -> str:
-    """Where the ticket with this id lies."""
+    """Return the path of the ticket with this id."""
     return _path(directory, "ticket", ticket_id)
 
 
@@ -322,7 +326,7 @@ def _left_out(uid: int, count: int, before: int, unread: tuple[tuple[float, str]
 
 
 def _is_finished(directory: LockDirectory, kind: str) -> Callable[[str], bool]:
-    """Whether a name is that of a finished file of a kind."""
+    """Return a function that says whether a name is that of a finished file of this kind."""
     start = f"{directory.prefix}{kind}."
     return lambda name: name.startswith(start) and name.endswith(".json")
 
@@ -334,10 +338,13 @@ def read_documents(
     most: int,
     read: Callable[[LockDirectory, int, str], T | IgnoredFile | None],
 ) -> tuple[list[T], list[IgnoredFile]]:
-    """What *read* makes of a descriptor and its UID.ID, for each user's first *most* files of a kind; those ignored.
+    """Call *read* with a descriptor and its UID.ID, for each user's first *most* files of a kind.
+
+    Returns:
+        The results, and the files that are ignored.
 
     Raises:
-        OSError: one cannot be opened now, which says nothing of the file: its owner would be passed over.
+        OSError: a file cannot be opened now.  That says nothing about the file, and ignoring it would pass its owner.
     """
     first, beyond = first_of_each(directory, [*filter(_is_finished(directory, kind), names)], most)
     ignored = [_left_out(uid, count, most) for uid, count in beyond.items()]
@@ -357,7 +364,7 @@ def _read_file(
     name: str,
     read: Callable[[LockDirectory, int, str], T | IgnoredFile | None],
 ) -> T | IgnoredFile | None:
-    """What *read* makes of one file; None where it has just ended.  Raises OSError: see read_documents()."""
+    """Return the result of *read* for one file, or None if it has just ended.  Raises OSError as read_documents()."""
     key = name[len(f"{directory.prefix}{kind}.") : -len(".json")]
     try:
         descriptor, _status = open_regular(f"{directory.records}/{name}")
@@ -378,9 +385,9 @@ def _read_file(
 def read_document(
     descriptor: int, name: str, shown: str, most_bytes: int, parse: Callable[[dict[str, Any], os.stat_result], T]
 ) -> T | IgnoredFile:
-    """What *parse*, which raises ValueError, makes of the JSON in a file of at most so many bytes.
+    """Return the result of *parse*, which raises ValueError, for the JSON in a file of at most *most_bytes*.
 
-    *name* is UID.ID, as the file is called; *shown* what people are told where it cannot be understood.
+    *name* is the UID.ID in the name of the file; *shown* is its name for people if it cannot be understood.
     """
     status = os.fstat(descriptor)
     uid, _dot, number = name.partition(".")
@@ -426,7 +433,7 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
         id=ticket_id,
         uid=status.st_uid,
         user=user_name(status.st_uid),
-        # Of the inode: it cannot be backdated, and a ticket that is changed loses its position.
+        # The inode's change time cannot be backdated, and a ticket that is changed loses its position.
         since=status.st_ctime,
         requests=tuple(as_request(request) for request in requests),
         priority=checked_number(fields.priority, min(PRIORITIES.values()), max(PRIORITIES.values())),
@@ -445,7 +452,7 @@ def _seconds(value: float | None, most: float = LONGEST_SECONDS) -> float | None
 
 
 def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
-    """All tickets, in no order, some of them without their requests; None: the queue cannot be read."""
+    """Return all tickets in no order, some without their requests, or None if the queue cannot be read."""
     try:
         tickets, ignored = read_tickets(directory)
     except (ClaimError, OSError):
@@ -454,7 +461,7 @@ def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
 
 
 def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
-    """uid -> GPUs that all requests of that user ask for, at least one each; None: unknown."""
+    """Return uid -> GPUs that all requests of that user ask for, at least one each, or None if *waiting* is unknown."""
     if waiting is None:
         return None
     gpus: dict[int, int] = {}
@@ -465,16 +472,16 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
 
 
 def wake(directory: LockDirectory, tickets: Collection[Ticket], message: bytes) -> None:
-    """Wake the processes of *tickets*; *message* is one byte and says what for."""
+    """Wake the processes of *tickets*; *message* is one byte that says why."""
     for ticket in tickets:
         with suppress(OSError), _opened_waker(directory, ticket) as waker:  # or it has ended
-            # A process that has not read these will check anyway, and the last of them says since when it has not.
+            # A process that has unread bytes will check anyway, and the last of them says since when it has not read.
             if _unread(waker) < MOST_UNREAD:
                 os.write(waker, message)
 
 
 def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
-    """Since when a waker has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
+    """Return the unix time since which a waker has unread bytes: inf if all were read, -inf if there is no reader."""
     try:
         with _opened_waker(directory, ticket) as waker:
             return os.fstat(waker).st_mtime if _unread(waker) else math.inf
@@ -483,7 +490,10 @@ def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
 
 
 def last_heartbeat(directory: LockDirectory, ticket: Ticket) -> float:
-    """When its process last gave a sign of life, or the waker was written to: unix time, -inf without a waker."""
+    """Return the unix time of the last sign of life of the ticket's process, or -inf without a waker.
+
+    A byte that is written into the waker counts as one.
+    """
     try:
         return status_in_place(_path(directory, "bell", ticket.id)).st_mtime
     except OSError:
@@ -492,7 +502,11 @@ def last_heartbeat(directory: LockDirectory, ticket: Ticket) -> float:
 
 @contextmanager
 def _opened_waker(directory: LockDirectory, ticket: Ticket) -> Iterator[int]:
-    """For writing: only its owner can open it for reading.  OSError: it has no reader, or is not the owner's."""
+    """Open a ticket's waker for writing, because only its owner can open it for reading.
+
+    Raises:
+        OSError: it has no reader, or is not the owner's.
+    """
     path = _path(directory, "bell", ticket.id)
     waker = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
     try:
@@ -505,7 +519,7 @@ def _opened_waker(directory: LockDirectory, ticket: Ticket) -> Iterator[int]:
 
 
 def _unread(waker: int) -> int:
-    """How many bytes are unread."""
+    """Return how many bytes are unread."""
     count: int = struct.unpack("i", fcntl.ioctl(waker, termios.FIONREAD, bytes(4)))[0]
     return count
 
