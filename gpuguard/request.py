@@ -1,6 +1,6 @@
-"""What is asked for: how many devices, and which ones will do.
+"""Requests: how many devices are wanted, and which ones will do.
 
-Does not look at any device: see eligibility for why one will not do, and select for which ones are taken.
+This module does not look at any device: see eligibility for why one will not do, and select for which ones are taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpuguard.vendors import UUID_PREFIXES, names_instance
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ANY_MEMORY = 2**53  # bytes, as many as JSON can say: the tolerance inside a claim, whose own processes use its devices
+ANY_MEMORY = 2**53  # bytes, the most that JSON can say: tolerated in a claim, whose own processes use its devices
 SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 
 STRATEGIES = {
@@ -46,13 +46,13 @@ _PROFILE = r"(?i:(\d+c\.)?\d+g\.\d+gb(\+\w+)*(\.\w+)*)"
 
 @dataclass(frozen=True)
 class Request:
-    """How many devices are wanted, and what each must satisfy.  None: no such condition.
+    """The number of devices that are wanted, and the conditions that each must satisfy; None sets no condition.
 
     Selectors (devices, exclude, prefer) are an index, a uuid or a unique beginning of one, or "3.1" for GPU instance 1
     of GPU 3; naming a GPU that is divided into MIG instances names its instances.
 
     Raises:
-        InvalidRequest: the conditions make no sense, whatever the machine.
+        InvalidRequest: the conditions make no sense on any machine.
     """
 
     num_gpus: int = 1
@@ -74,8 +74,8 @@ class Request:
     within_reason: str = ""  # "CUDA_VISIBLE_DEVICES=3 allows only GPU 3"
     tolerance: int = IDLE_TOLERANCE  # bytes that an idle device may hold
     share: bool = False  # others may claim the rest of each device
-    memory: int | None = None  # bytes of each device that a share is good for
-    slots: int = SLOTS  # so many claims at most share a device with this one, itself included
+    memory: int | None = None  # bytes of each device that a share may use
+    slots: int = SLOTS  # at most so many claims share a device, including this one
     mig: str | None = None  # profile of the MIG instances, "3g.40gb"
     allow_mig_set: bool = False  # several MIG instances will do: a launcher starts one process for each
 
@@ -129,26 +129,26 @@ class Request:
 
     @property
     def most(self) -> int:
-        """How many devices are taken when there are plenty."""
+        """The number of devices that are taken if there are plenty."""
         return self.max_gpus or self.num_gpus
 
     @property
     def takes_mig_set(self) -> bool:
-        """Whether several MIG instances will do, of which a process can use one: only where they are asked for."""
+        """Whether several MIG instances will do: only if they are asked for, because a process can use only one."""
         named = self.devices is not None and all(map(_is_instance, self.devices))
         return self.allow_mig_set or self.mig is not None or named
 
     @property
     def most_sharers(self) -> int | None:
-        """How many claims at most share a device with this one, where it asks for fewer than there can be."""
+        """The most claims that share a device, if the request asks for fewer than there can be, or None."""
         return self.slots if self.share and self.slots < SLOTS else None
 
 
 def fields_needed(request: Request) -> frozenset[str]:
-    """The field groups that must be read for all devices before they can be chosen among.
+    """Return the field groups that must be read for all devices before some of them can be chosen.
 
-    What is not here (HEALTH, and mostly PROCESSES) is read for the winners only: fields_to_verify().  A device can only
-    lose by it, so the winners are the same as if all had been read.
+    Other groups (HEALTH, and mostly PROCESSES) are read for the winners only: see fields_to_verify().  They can only
+    disqualify a device, so the winners are the same as if all groups had been read for all devices.
     """
     selectors = (*(request.devices or ()), *request.exclude, *request.prefer, *(request.within or ()))
     shares = bool(request.max_processes or request.mine_as_free or request.share)
@@ -159,26 +159,26 @@ def fields_needed(request: Request) -> frozenset[str]:
         MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
         TOPOLOGY: request.most > 1 and request.strategy != "first",
         NVLINK: request.most > 1 and request.strategy != "first",
-        # It brings the MIG instances along; and "pack" counts the devices of a node that will do.
+        # HEALTH brings the MIG instances along, and "pack" counts the eligible devices of a NUMA node.
         HEALTH: request.mig is not None or request.strategy == "pack" or any(map(_is_instance, selectors)),
     }
-    # How many processes there are decides between devices that may be shared; who is out of the running, how crowded a
-    # NUMA node is.
+    # The number of processes decides between devices that may be shared, and which devices are out of the running
+    # decides how crowded a NUMA node is.
     listed = shares or request.strategy == "pack"
     base = frozenset({MEMORY, PROCESSES}) if listed else SELECT_FIELDS
     return base | {group for group, needed in wanted.items() if needed}
 
 
 def fields_to_verify(request: Request) -> frozenset[str]:
-    """The field groups that must be read for the winners once more, before they are taken.
+    """Return the field groups that must be read once more for the winners before they are taken.
 
-    Not the connections, which were read with all devices and cost up to 18 calls for each.
+    The connections are not among them, because they were read with all devices and cost up to 18 calls for each.
     """
     return (fields_needed(request) | {PROCESSES, HEALTH}) - {TOPOLOGY, NVLINK}
 
 
 def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--devices") -> tuple[str, ...]:
-    """The uuids that *selectors* name, in their order.
+    """Return the uuids that *selectors* name, in their order.
 
     Raises:
         InvalidRequest: one names no device, several devices, or a device that was named before.
@@ -202,12 +202,12 @@ def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "
 
 
 def spelled(request: Request) -> str:
-    """The options of the command line that make this request: ``"-n 5 --model 'A100*'"``."""
+    """Return the command-line options that make this request: ``"-n 5 --model 'A100*'"``."""
     return " ".join(options_of(request))
 
 
 def options_of(request: Request) -> tuple[str, ...]:
-    """The same, one text per option."""
+    """Return the command-line options that make this request, one text per option."""
     values = (
         ("-n", str(request.num_gpus)),
         ("--devices", ",".join(request.devices or ())),
@@ -245,15 +245,15 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def _is_instance(selector: str) -> bool:
-    """Whether it can only name a MIG instance."""
+    """Return whether a selector can only name a MIG instance."""
     return names_instance(selector) or "." in selector
 
 
 def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     wanted = selector.strip().lower()
     if wanted.isdecimal():
-        # A MIG instance carries the index of its GPU: the index means the GPU.  As text: of 5,000 digits, which a
-        # ticket may have, Python makes no number.
+        # A MIG instance carries the index of its GPU, so the index means the GPU.  It is compared as text, because a
+        # ticket may have 5,000 digits, of which Python makes no number.
         number = wanted.lstrip("0") or "0"
         matches = [device for device in devices if str(device.index) == number and device.parent_uuid is None]
     elif "." in wanted:

@@ -1,12 +1,15 @@
 """The life of a job: start it on its devices, pass signals on, keep the claim, release the devices after it.
 
 The job inherits the claim's descriptors, so the claim outlives this process if it must.  From the start of the job on,
-only an orderly end releases the claim: an exception or a SIGKILL here leaves it to the job.  Signals are blocked and
-fetched with sigtimedwait, never handled: nothing can arrive between two lines.  The job stays in our process group, so
-the terminal serves it as if it ran alone: what the kernel sent (Ctrl-C, Ctrl-Z) reached the job too and is not passed
-on; what was sent to this process with kill(2) is, and a hang-up that only the leader of the session is told of.  A
-kill(2) of the whole group looks the same to us, and so reaches the job twice.  Does not choose devices and does not
-print.
+only an orderly end releases the claim: an exception or a SIGKILL here leaves it to the job.
+
+Signals are blocked and fetched with sigtimedwait, never handled, so that none can arrive between two lines.  The job
+stays in our process group, so the terminal serves it as if it ran alone.  A signal that the kernel sent (Ctrl-C,
+Ctrl-Z) has reached the job as well and is not passed on.  A signal that was sent to this process with kill(2) is passed
+on, and so is a hang-up that only the leader of the session is told of.  A kill(2) of the whole group looks the same to
+us, and so reaches the job twice.
+
+This module does not choose devices and does not print.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ if TYPE_CHECKING:
     from gpuguard.jobs.surroundings import Surroundings
     from gpuguard.model import EndOfClaim, EventKind, EventOutcome, SignalName, Snapshot
 
-TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
-SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
+TICK_SECONDS = 2.5  # a lock that the job dropped may stay dropped for so long; a check is one flock per device
+SAMPLE_SECONDS = 5.0  # between two samples for the summary: more of them would tell little more
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
-SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is read ever more rarely, at last so often
-LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
+SAMPLE_SECONDS_FAILING = 300.0  # between two reads of a driver that does not answer, which back off to this interval
+LIMITS_SECONDS_FAILING = 10.0  # that interval if the limits of the job depend on the driver's answer
 
 EXIT_TIMEOUT = 124
 
@@ -74,44 +77,44 @@ PASSED_ON = frozenset({
 FETCHED = PASSED_ON | {signal.SIGCHLD, signals.CHECK_CLAIM}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
-# When its terminal is gone, the kernel sends both to the leader of a session alone, and to its group once it has ended:
-# Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
+# When the terminal of a session has gone, the kernel sends both to its leader alone, and to the leader's group once it
+# has ended: Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
 HANG_UP = frozenset({signal.SIGHUP, signal.SIGCONT})
 
-GUARD_SECONDS = 60.0  # after such a step within which an end of the job is its doing, whatever the exit code
+GUARD_SECONDS = 60.0  # a job that ends so soon after an ending step of a policy was ended by it, whatever its exit code
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """How a job runs."""
+    """The settings with which a job runs."""
 
-    visible: str = "index"  # or "uuid", what CUDA_VISIBLE_DEVICES gets
+    visible: str = "index"  # or "uuid": what CUDA_VISIBLE_DEVICES gets
     time_limit: float | None = None  # seconds until the job is ended
     grace: float = GRACE_SECONDS  # between the signals that end it: *checkpoint*, SIGTERM, SIGKILL
-    checkpoint: int | None = None  # comes a *grace* before the time limit, SIGTERM at it
-    limits: JobLimits | None = None  # at which it is ended too
+    checkpoint: int | None = None  # a signal that comes a *grace* before the time limit, SIGTERM comes at the limit
+    limits: JobLimits | None = None  # further limits at which it is ended
     tolerance: int = IDLE_TOLERANCE  # bytes above the state before the job that count as free after it
-    isolation: Isolation | None = None  # where the job runs, None: here; is closed at the end
-    leftover: float | None = None  # seconds for which processes that it leaves keep the claim; None: the site's default
-    directory: LockDirectory | None = None  # of the claims, whose daemon says what policies did to the job
+    isolation: Isolation | None = None  # where the job runs, or None: here; closed at the end
+    leftover: float | None = None  # seconds for which processes that it leaves keep the claim, or None: the site's
+    directory: LockDirectory | None = None  # of the claims; its daemon says what policies did to the job
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended, and what its devices did meanwhile; None = unknown."""
+    """How a job ended, and what its devices did meanwhile; unknown values are None."""
 
     status: int  # for the shell: its exit code, or 128 + the signal that ended it
-    die_of: int | None  # a signal that this process should end of now, with signals.die_of and no clean-up
+    die_of: int | None  # a signal that should end this process now, with signals.die_of and no clean-up
     wall_time: float  # seconds
     outcome: EndOfClaim
     peak_memory: int | None = None  # bytes, of the fullest device
     utilization: float | None = None  # percent, mean over time and devices
     energy: float | None = None  # joules, all devices together
     killed_by: int | None = None  # the signal that ended it
-    why: str | None = None  # a policy or this process began to end it, or it could not be started, in words
-    policy: str | None = None  # the one that ended it
-    remarks: tuple[str, ...] = ()  # who else was on its devices, and where else it was
+    why: str | None = None  # in words, if a policy or this process began to end it, or it could not be started
+    policy: str | None = None  # the policy that ended it
+    remarks: tuple[str, ...] = ()  # which other processes were on its devices, and on which other devices it was
 
 
 def run(
@@ -126,13 +129,13 @@ def run(
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
 
     Args:
-        claim: goes over to this function.
+        claim: belongs to this function from now on.
         backend: for the numbers of the summary and to see when the devices are free again; it may fail at any time.
-        later: called once when the job has run for a moment, for what is not worth keeping it waiting.
+        later: called once when the job has run for a moment, to do things that the job need not wait for.
         notify: gets each message for the user, in words.
 
     Returns:
-        How it ended.  The caller obeys die_of.
+        How the job ended.  The caller obeys die_of.
     """
     settings = settings or JobSettings()
     supervisor = JobSupervisor(command, claim, backend, settings, later, notify)
@@ -153,7 +156,7 @@ def exec_command(
 ) -> tuple[int, str]:
     """Become *command*, without a supervisor: the claim lives as long as the processes that hold its descriptors.
 
-    Returns only when it cannot be started: exit code and message.
+    Returns only if the command cannot be started: the exit code and a message.
     """
     backend.close()
     log_claim("claim", "handed over", claim, " ".join(command)[:1000])
@@ -183,31 +186,31 @@ class JobSupervisor:
         self.claim, self.backend, self.notify, self.later = claim, backend, notify, later
         self.settings, self.limits = settings, settings.limits
         self.escalation = Escalation(time.monotonic(), settings.time_limit, settings.grace, settings.checkpoint)
-        # What a shared device does is its neighbours' doing too.
+        # The numbers of a shared device are not the job's alone, but also its neighbours'.
         self.meter = JobMeter([device.uuid for device in claim.devices] if claim.memory is None else ())
         self.surroundings: Surroundings | None = None  # from the first sample on: a short job does not load it
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal
         self.interrupted = False
-        self.reported: set[str] = set()  # what the user need not read twice
+        self.reported: set[str] = set()  # messages that the user need not read twice
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if self.limits else SAMPLE_SECONDS
-        self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
+        self.limited = self.beyond = False  # whether the time limit ended it, or another limit signalled it
         self.others = processes_before_the_job()
         self.program = command[0]
-        self.guard_seen = self.started_at = time.time()  # until when lines of the daemon were asked for
+        self.guard_seen = self.started_at = time.time()  # the daemon's lines were read up to this time
         self.guard_lines: list[audit_log.Line] = []  # what the daemon did to this job
         environment = _environment(claim, settings.visible, settings.isolation)
         enter = settings.isolation.enter if settings.isolation else None
         self.pid, self.exec_report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = patiently(os.pidfd_open, self.pid)
-        # Fetched like the others; a handler is what other processes can see.
+        # The signal is fetched like the others.  It has a handler, because other processes can see that.
         signal.signal(signals.CHECK_CLAIM, lambda *_: None)
         log_claim("claim", "started", claim, shlex.join(command)[:1000])
 
     def supervise(self) -> None:
-        """Stay until the job has ended."""
+        """Look after the job until it has ended."""
         self.reap()
         while self.status is None:
             due = min(self.tick_at, self.escalation.due)
@@ -235,7 +238,7 @@ class JobSupervisor:
             )
 
     def reap(self) -> None:
-        """Collect every child that has ended, also adopted ones; stop with the job when the terminal has stopped it."""
+        """Collect every child that has ended, also adopted ones; stop with the job if the terminal has stopped it."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOHANG)
@@ -251,15 +254,16 @@ class JobSupervisor:
                 self.killed_by = ended.si_status
                 self.status = 128 + ended.si_status
             elif ended.si_code == os.CLD_STOPPED and ended.si_status in SUSPENDING:
-                # Stop too, so that the shell shows its prompt; to continue this process alone continues the job.  Not
-                # for SIGSTOP: its sender will continue the job alone, and no process would continue us.
+                # Stop as well, so that the shell shows its prompt; continuing this process alone continues the job.
+                # SIGSTOP does not stop us, because its sender will continue the job alone, and nothing would continue
+                # us.
                 signals.stop_self()
                 while received := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
                     if received.si_signo != signal.SIGCONT or is_stopped(self.pid):
                         self.receive(received)
 
     def tick_if_possible(self) -> None:
-        """tick(); where there is no file or memory for that now the next one may go well, and the job needs us."""
+        """Call tick(), and only report a shortage of files or memory: the next call may succeed, and the job needs us."""
         try:
             self.tick()
         except (OSError, ClaimError, MemoryError) as fault:
@@ -270,12 +274,12 @@ class JobSupervisor:
                 if text not in self.reported:
                     self.notify(text)
                     self.reported.add(text)
-            except OSError:  # its words are in a file that cannot be opened either
+            except OSError:  # the text of the message is in a file that cannot be opened either
                 return
 
     def tick(self) -> None:
         """Hold the claim, and take a sample when it is time."""
-        # Denser at first, so that a short job has its numbers too: after 0.25, 0.5, 1, 2, 4 s.
+        # Ticks are denser at first, so that even a short job has its numbers: after 0.25, 0.5, 1, 2, 4 s.
         now = time.monotonic()
         self.tick_at = now + min(TICK_SECONDS, now - self.began)
         if self.later:
@@ -297,7 +301,7 @@ class JobSupervisor:
             self.sample(self.count)
 
     def count(self, snapshot: Snapshot) -> None:
-        """Add a sample to the numbers of the job, and tell its user who else is there."""
+        """Add a sample to the numbers of the job, and tell its user which other processes are on its devices."""
         around = self.surroundings
         strangers = around.strangers(snapshot) if around else []
         self.meter.add(snapshot, strangers)
@@ -308,24 +312,24 @@ class JobSupervisor:
             self.notify(translated(text))
 
     def check_claim(self) -> None:
-        """Answer a request to release the claim, and hold it otherwise; ClaimLost: it is not ours any more."""
+        """Answer a release request for the claim, and hold the claim.  Raises ClaimLost if it is no longer ours."""
         if request := self.claim.release_request():
             answer_release_request(request, self.claim, self.backend, self.escalation, self.notify)
         self.claim.reassert()
 
     def report_guard(self) -> None:
-        """Tell the user what policies did to this job since the last call, but for the end of it: see finish()."""
+        """Tell the user what policies did to this job since the last call, except that they ended it: see finish()."""
         directory = self.settings.directory
         last = last_about(directory, os.geteuid()) if directory else None
         if directory is None or last is None or last <= self.guard_seen:
             return
         try:
-            from gpuguard.daemon.client import own_events  # sockets: where a policy did something, not for each job
+            from gpuguard.daemon.client import own_events  # sockets: only if a policy did something, not for each job
             from gpuguard.notify.templates import deed_text
 
             lines = own_events(directory, self.started_at)
         except (ImportError, GpuguardError, OSError):  # it was upgraded meanwhile, or the daemon is busy
-            return  # it is asked again with the next tick
+            return  # the next tick asks again
         self.guard_seen = last
         for line in [line for line in lines if line not in self.guard_lines and self.is_meant(line)]:
             self.guard_lines.append(line)
@@ -335,7 +339,7 @@ class JobSupervisor:
                 self.notify(text)
 
     def is_meant(self, line: audit_log.Line) -> bool:
-        """Whether a line of the daemon about this user is about this job."""
+        """Return whether a line of the daemon about this user is about this job."""
         if line["claim"]:
             return str(line["claim"]).partition(".")[0] == self.claim.id.partition(".")[0]
         if line["pid"]:
@@ -343,7 +347,7 @@ class JobSupervisor:
         return not line["devices"] or not {device.uuid for device in self.claim}.isdisjoint(line["devices"])
 
     def ended_by(self) -> tuple[str, str] | None:
-        """The policy that ended the job, and why, in words."""
+        """Return the policy that ended the job, and why, in words, or None if none did."""
         killed = self.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         for line in reversed(self.guard_lines):
             ending = line["kind"] in ENDING_ACTIONS and line["outcome"] == "about to"
@@ -353,11 +357,11 @@ class JobSupervisor:
         return None
 
     def family(self) -> dict[int, float]:
-        """The processes of the job: pid -> start time."""
+        """Return the processes of the job: pid -> start time."""
         return job_processes(self.others, self.claim.id, self.pid)
 
     def sample(self, count: Callable[[Snapshot], None]) -> None:
-        """Read the claimed devices; a driver that fails costs the numbers, not the job."""
+        """Read the claimed devices.  If the driver fails, the numbers are lost, but not the job."""
         if self.surroundings is None:
             with suppress(ImportError):  # it was upgraded meanwhile
                 from gpuguard.jobs.surroundings import Surroundings
@@ -366,7 +370,7 @@ class JobSupervisor:
         fields = {MEMORY, UTILIZATION, POWER, PROCESSES, PROCESS_DETAILS}
         fields |= self.limits.fields if self.limits else frozenset()
         if any(device.parent_uuid for device in self.claim):
-            fields.add(HEALTH)  # which brings the MIG instances along
+            fields.add(HEALTH)  # this brings the MIG instances along
         try:
             snapshot = self.backend.sample(fields, [device.uuid for device in self.claim])
             count(snapshot)
@@ -388,7 +392,7 @@ class JobSupervisor:
         self.sample_at = time.monotonic() + self.sample_every
 
     def judge(self, snapshot: Snapshot) -> None:
-        """Begin to end the job when it has reached one of its limits."""
+        """Begin to end the job if it has reached one of its limits."""
         if not self.limits:
             return
         living = self.pid if self.status is None else None
@@ -403,7 +407,7 @@ class JobSupervisor:
             self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
 
     def end_if_due(self) -> None:
-        """Send the next signal of the escalation when it is due: SIGKILL goes to all that is left of the job."""
+        """Send the next signal of the escalation if it is due; SIGKILL goes to all that is left of the job."""
         step = self.escalation.next_step(time.monotonic())
         if step is None:
             return
@@ -420,9 +424,13 @@ class JobSupervisor:
             signal_tree(step.signum, self.family)
 
     def pause(self, seconds: float) -> int | None:
-        """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None.
+        """Wait for a child's end or a signal, at most so long.
 
-        Raises ClaimLost: the claim was released meanwhile.
+        Returns:
+            A signal that asks this process to end, or None.
+
+        Raises:
+            ClaimLost: the claim was released meanwhile.
         """
         due = min(self.escalation.due, self.tick_at if self.limits else NEVER)
         received = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
@@ -440,7 +448,7 @@ class JobSupervisor:
     def finish(self) -> JobEnd:
         """Release the devices once the job is really off them."""
         wall_time = time.monotonic() - self.began
-        code = os.read(self.exec_report, 16)  # the errno with which exec failed, else nothing
+        code = os.read(self.exec_report, 16)  # the errno with which exec failed, or nothing
         os.close(self.exec_report)
         if code:
             status, message = failure(self.program, int(code))
@@ -476,7 +484,7 @@ class JobSupervisor:
         except StillInUse as left:
             die_of = left.signum
             if any(self.claim.is_held_by(pid) for pid in left.pids):
-                # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
+                # LOCK_UN is not called: our descriptors close with this process, and theirs keep the claim.
                 self.notify(_("not waiting any longer: {words}, and the claim is theirs now.").format(words=left.words))
                 outcome = "left to its processes"
             else:
@@ -508,18 +516,18 @@ class JobSupervisor:
         return ended
 
     def leftover_seconds(self) -> float:
-        """For how long processes that the job has left and that use no device keep the claim."""
+        """Return for how long processes that the job has left, and that use no device, keep the claim."""
         if self.settings.leftover is not None:
             return self.settings.leftover
         try:
-            from gpuguard.queue.settings import read_queue_settings  # 20 ms, for a job that leaves something
+            from gpuguard.queue.settings import read_queue_settings  # 20 ms, only for a job that leaves something
 
             return read_queue_settings(self.settings.directory).rules.leftover
         except (ImportError, OSError):  # it was upgraded meanwhile; or nothing can be opened now
             return NEVER
 
     def final_status(self) -> tuple[int, int | None]:
-        """Exit status, and the signal that this process should die of."""
+        """Return the exit status, and the signal that this process should die of, or None."""
         assert self.status is not None
         if self.limited or (self.beyond and self.status == 0):  # what a limit has ended must not look like success
             return EXIT_TIMEOUT, None
@@ -528,7 +536,7 @@ class JobSupervisor:
 
 
 def next_sample_seconds(every: float, *, limited: bool) -> float:
-    """Seconds until a driver that has just failed is read again; *limited*: the job has limits to keep."""
+    """Return the seconds until a driver that has just failed is read again; *limited* if the job has limits to keep."""
     return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
@@ -539,7 +547,7 @@ def log_claim(
     message: str | None = None,
     **facts: float | str | None,
 ) -> None:
-    """Write into the audit log what became of a claim of this process."""
+    """Write into the audit log what happened to a claim of this process."""
     user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim.devices)
     numbers = ("uid", os.getuid()), *facts.items()
     audit_log.append(

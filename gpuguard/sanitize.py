@@ -1,8 +1,8 @@
 """Text of other users, made harmless for its readers; and tables of it as HTML, for notebooks.
 
 A command line, a note or a container name is written by the user who started the job, and read by others, perhaps by
-root.  Nothing of it may move the cursor, hide or turn round other text, or break a line.  Does not lay out: see
-views.text.
+root.  No part of it may move the cursor, hide or turn round other text, or break a line.  This module does not lay out
+text: see views.text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.claim import Claim
     from gpuguard.model import ClaimRecord, Device, Snapshot
 
-# Printable by their category, and yet invisible: a name can be faked and a message hidden with them.
+# These are printable by their category and yet invisible, so they can fake a name or hide a message.
 _INVISIBLE = frozenset(
     (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x2800, 0x3164, 0xFFA0)
 ).union(range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0))
@@ -28,9 +28,9 @@ _MARKS_AT_MOST = 4
 
 
 def neutralise(text: str) -> str:
-    r"""*text* with every character that is not plainly visible written out, as in ``\x1b`` or ``\u202e``.
+    r"""Return *text* with every character that is not plainly visible written out, as in ``\x1b`` or ``\u202e``.
 
-    What comes back is one line of printable characters, and neutralising it again changes nothing.
+    The result is one line of printable characters, and neutralising it again changes nothing.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -45,7 +45,7 @@ def neutralise(text: str) -> str:
             marks = 0
         if visible:
             pieces.append(character)
-        elif "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
+        elif "\udc80" <= character <= "\udcff":  # a byte of an argument that is not text (PEP 383)
             pieces.append(f"\\x{ord(character) - 0xDC00:02x}")
         else:
             pieces.append(character.encode("unicode_escape").decode("ascii"))
@@ -53,12 +53,12 @@ def neutralise(text: str) -> str:
 
 
 def display_width(text: str) -> int:
-    """How many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
+    """Return how many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 
 def columns_of(character: str) -> int:
-    """How many of them one character takes."""
+    """Return how many columns one character takes on a terminal."""
     # Vowels and final consonants of Hangul join the syllable before them.
     if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
         return 0
@@ -66,7 +66,7 @@ def columns_of(character: str) -> int:
 
 
 def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
-    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown.
+    """Return a command line as one neutral line, with quotes where a shell needs them, or ``"n/a"`` if it is unknown.
 
     *brief* leaves out the directory of the program.
     """
@@ -76,7 +76,7 @@ def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
     return neutralise(" ".join(map(shlex.quote, [*program, *words[1:]])))
 
 
-# Tables for notebooks: what `_repr_html_` gives.  Everything is escaped, as the names are others' text.
+# Tables for notebooks, which `_repr_html_` returns.  Everything is escaped, because names are text of other users.
 
 _DEVICE_HEADS = ("GPU", "name", "memory", "util", "temp", "power", "processes", "claimed by")
 _HELD_HEADS = ("in this process", "GPU", "name", "memory", "uuid")
@@ -84,7 +84,7 @@ _CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
 
 
 def of_snapshot(snapshot: Snapshot) -> str:
-    """Its devices, and its claims if it knows of any."""
+    """Return a snapshot's devices as HTML, and its claims if it knows of any."""
     kind = ("RECORDED " if snapshot.recorded else "") + ("SIMULATED " if snapshot.simulated else "")
     title = f"<p><b>{escaped(kind + snapshot.host)}</b></p>"
     parts = [title, _table(_DEVICE_HEADS, (_device_row(device, snapshot.claims) for device in snapshot.devices))]
@@ -95,12 +95,12 @@ def of_snapshot(snapshot: Snapshot) -> str:
 
 
 def of_claim(claim: ClaimRecord) -> str:
-    """One claim."""
+    """Return one claim as HTML."""
     return _table(_CLAIM_HEADS, [_claim_row(claim, None)])
 
 
 def of_held(claim: Claim) -> str:
-    """A claim of this process: its devices, and how programs in it count them."""
+    """Return a claim of this process as HTML: its devices, and the numbers that programs in it have for them."""
     if not claim.locks and claim.devices:
         return f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped('was given back')}</p>"
     since = "" if claim.since is None else f"since {local_time(claim.since, '%H:%M')}"
@@ -118,7 +118,7 @@ def of_held(claim: Claim) -> str:
 
 
 def escaped(text: str) -> str:
-    """*text* as HTML that shows it."""
+    """Return *text* as HTML that shows it."""
     from html import escape  # its table of names is for notebooks and pages alone
 
     return escape(neutralise(text))

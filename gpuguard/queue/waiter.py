@@ -3,8 +3,8 @@
 No server keeps the queue.  One of the waiting processes holds the lock `queue` and leads: the kernel wakes it when a
 claim or an unclaimed process ends, it samples once for all, and wakes those that may start now (see leader).  The
 others sleep; a process that is woken samples by itself before it claims.  When the leader ends, one of the others takes
-over.  Another one, the deputy, leads as long as the leader does nothing: stopped (Ctrl-Z), stuck or hostile.  Where
-that fails, too, each of the others samples now and then.  Claims nothing: see lock.
+over.  Another process, the deputy, leads as long as the leader does nothing, because it is stopped (Ctrl-Z), stuck or
+hostile.  If the deputy fails as well, each of the others samples now and then.  This module claims nothing: see lock.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ from gpuguard.select import waiting_error
 
 NEW_LEADER = b"l"
 OWN_CHECK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
-ALONE_SECONDS = 3.0  # the same once they were found to do nothing: any program can hold their locks
+ALONE_SECONDS = 3.0  # the most delay once they were found to do nothing: any program can hold their locks
 WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two checks of them by the deputy
 DEPUTY_SECONDS = 2.0  # between two checks of the others whether there is a deputy
 SILENT_SECONDS = 1.0  # a leader without a sign of life for so long is passed
-SIGNS_MISSED = 3  # so many times as long a leader may be silent
+SIGNS_MISSED = 3  # a leader that is silent for so many times OWN_CHECK_SECONDS counts as none
 PROGRESS_SECONDS = 1.0  # between two lines of progress on a terminal
-LOG_SECONDS = 30.0  # the same in a log, and between two checks of the claim that --after names
+LOG_SECONDS = 30.0  # between two lines in a log, and between two checks of the claim that --after names
 REFRESH_SECONDS = 60.0  # the greatest age of the position that a waiting user reads
-WAKES, WAKE_SECONDS = 20.0, 2.0  # so often in a row a process may be woken for nothing, then once in so many seconds
-HEIRS = 3  # a leader that leaves wakes so many others
+WAKES, WAKE_SECONDS = 20.0, 2.0  # a process may be woken for nothing so often in a row, then once in so many seconds
+HEIRS = 3  # so many others are woken by a leader that leaves
 
 _PID = re.compile(r"[1-9][0-9]{0,6}")
 
 
 class WaitingRequest:
-    """A request of *job* that may have to wait; *waiter*: its ticket in the queue, once it has one."""
+    """A request of *job* that may have to wait.  Once it has a ticket in the queue, *waiter* holds that."""
 
     def __init__(self, backend: Backend, directory: LockDirectory, job: JobDetails) -> None:
         self._backend, self._directory = backend, directory
@@ -98,32 +98,33 @@ class WaitingRequest:
         self._rules = read_queue_settings(directory).rules
         self.waiter: Waiter | None = None
         self._could_start = self._was_woken = False  # since the last check()
-        self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
+        self._fields = frozenset({MEMORY, PROCESSES})  # needed by the requests of the queue, if this process leads it
         self._reservations: tuple[Reservation, ...] = ()
 
     @property
     def waited(self) -> float | None:
-        """Seconds in the queue; None: it has no ticket."""
+        """Seconds since the request joined the queue, or None if it has no ticket."""
         return time.time() - self.waiter.ticket.since if self.waiter else None
 
     def ticket_of(self, requests: Sequence[Request]) -> Ticket:
-        """Its ticket in the queue, or the one that it would join it with."""
+        """Return the request's ticket in the queue, or the ticket with which it would join the queue."""
         return self.waiter.ticket if self.waiter else self._ticket(requests)
 
     def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
-        """Whether it may start now, by its own sample; any of *requests* will do."""
+        """Decide whether this request may start now, by this process's own sample.  Any one of *requests* will do."""
         mine = self.ticket_of(requests)
         answer = self._check(snapshot, requests, mine)
         needed = _fields_of(answer.queue)
-        # Before it joins the queue, too: on a GPU that is divided a request may start although the whole is busy.
+        # It is also unsure before it joins the queue: a request may start on an instance of a divided GPU although the
+        # whole GPU is busy.
         is_unsure = self._was_woken or self.waiter is None
-        # Without what requests before it need to know of a device, they would be passed; and a reservation that seems
-        # to have room on a broken or a divided device would lose its own.
+        # Read the fields that requests before this one depend on, or it could pass them.  Reservations need them as
+        # well: one that seems to have room on a broken or a divided device would lose its own devices.
         is_blind = not needed <= _fields_of_all(requests) or bool(answer.queue.facts.reservations)
         if self._could_start or (is_blind if answer.startable else is_unsure):
             answer = self._check(self._with_health(snapshot, needed), requests, mine)
         self._could_start, self._was_woken = bool(answer.startable), False
-        # A user who has to wait for their own reservation has come, too.
+        # A user who has to wait for their own reservation counts as having come.
         self._reservations = answer.queue.facts.reservations
         record_arrival(self._directory, self._reservations)
         return answer
@@ -134,7 +135,7 @@ class WaitingRequest:
         return QueueAnswer(queue, queue.of(mine.id), tuple(requests))
 
     def _with_health(self, snapshot: Snapshot, needed: frozenset[str]) -> Snapshot:
-        """With the health of all devices: a start that failed may have been planned on a broken one."""
+        """Add the health of all devices to *snapshot*: a start that failed may have been planned on a broken one."""
         try:
             return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS, *needed}))
         except BackendError:
@@ -148,7 +149,7 @@ class WaitingRequest:
         error: NotEnoughGpus,
         on_wait: Callable[[NotEnoughGpus], object] | None,
     ) -> NotEnoughGpus:
-        """Wait until it is worth to try again, or until the *deadline* (monotonic); returns why it had to wait."""
+        """Wait until it is worth trying again, or until the *deadline* (monotonic), and return why it had to wait."""
         if self.waiter is None:
             self.waiter = self._join(snapshot, requests)
             error = self.check(snapshot, requests).explained(error)
@@ -168,9 +169,10 @@ class WaitingRequest:
         return error
 
     def started(self, claim: Claim) -> None:
-        """Record that it has its *claim*; if it has a reservation, its user has come to it."""
+        """Record that the request has its *claim*, and that its user has come to their reservation, if any."""
         record_start(self._directory, os.geteuid())
-        # The end of a job on other devices is no sign of that: it would bring back a reservation that is over.
+        # Only reservations of its devices count, because the end of a job on other devices is no sign that the user has
+        # come: it would bring back a reservation that is over.
         devices = {device.uuid for device in claim}
         here = [reservation for reservation in self._reservations if not devices.isdisjoint(reservation.devices)]
         claim.arrival_files = record_arrival(self._directory, here)
@@ -191,10 +193,10 @@ class WaitingRequest:
             ) from error
 
     def _sample_for_all(self, before: QueueState, with_health: bool) -> QueueState:
-        """A sample for all that wait.  While the driver fails, no request starts, and it is read again later.
+        """Sample for all requests that wait.  While the driver fails, no request starts, and it is read again later.
 
         Raises:
-            BackendError: this process can start no worker, as another one may: let that one lead.
+            BackendError: this process can start no worker.  Another one may be able to, so let that one lead.
         """
         while True:
             try:
@@ -213,7 +215,7 @@ class WaitingRequest:
 
 
 def _fields_of(queue: QueueState) -> frozenset[str]:
-    """The field groups that are needed to plan all requests of *queue*."""
+    """Return the field groups that are needed to plan all requests of *queue*."""
     return _fields_of_all([request for position in queue.positions for request in position.ticket.requests])
 
 
@@ -231,7 +233,7 @@ class QueueAnswer:
 
     @property
     def startable(self) -> tuple[Request, ...]:
-        """The alternative that may be claimed now; none while it has to wait."""
+        """The alternative that may be claimed now, or () while the request has to wait."""
         if not self.position.now or self.position.request is None:
             return ()
         chosen = self.requested[self.position.ticket.requests.index(self.position.request)]
@@ -244,11 +246,11 @@ class QueueAnswer:
 
     @property
     def kept(self) -> dict[str, str]:
-        """uuid -> for which user it is kept, of devices that others may claim now."""
+        """uuid -> the user for whom it is kept, for devices that others may claim now."""
         return kept_for_others(self.queue, self.position.ticket.id)
 
     def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
-        """*error* with queue position and estimated start, if waiting can help."""
+        """Return *error* with the queue position and the estimated start, if waiting can help."""
         if isinstance(error, ImpossibleRequest):
             return error
         text, ticket = position_text(self.position, self.queue), self.position.ticket
@@ -260,9 +262,9 @@ class QueueAnswer:
 
 
 class Waiter:
-    """A process that waits in the queue with *ticket*, until withdraw(); *uuids* and *read* as for Leader.
+    """A process that waits in the queue with *ticket*, until withdraw(); see Leader for *uuids* and *read*.
 
-    The worker of *backend* ends before this process sleeps, unless it leads or its request comes next.
+    The worker of *backend* ends before this process sleeps, unless the process leads or its request comes next.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -279,19 +281,19 @@ class Waiter:
     ) -> None:
         self._directory, self._uuids, self._read, self._backend = directory, uuids, read, backend
         self._leads: Leader | None = None
-        self._is_substitute = False  # leads although another process has the lock of the queue
+        self._is_substitute = False  # whether it leads although another process has the queue's lock
         self._is_deputy = False
         self._leader_tickets: Sequence[Ticket] | None = None  # of the process that the deputy watches
         self._leader = ProcessWatch()  # whose end makes us try to lead
         self._wakes, self._woken_at = WAKES, time.monotonic()
         self._own_check = ALONE_SECONDS  # seconds between two checks of whether any process leads
-        self._may_be_alone = True  # as long as no such check has found one that does
-        self._comes_next = False  # or came once, which is rare enough
+        self._may_be_alone = True  # until such a check has found a process that leads
+        self._comes_next = False  # whether its request comes next, or did once, which is rare enough
         with ExitStack() as stack:
             self._queue = open_lock(directory, "queue")
             stack.callback(os.close, self._queue)
-            # The directory itself is the lock of the deputy: users cannot make a further lock file, and a machine that
-            # was set up by an earlier version has none.
+            # The directory itself serves as the deputy's lock, because users cannot make a further lock file, and a
+            # machine that was set up by an earlier version has none.
             self._deputy = os.open(directory.locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._deputy)
             self._held = OwnTicket(directory, ticket_content(ticket))
@@ -300,7 +302,7 @@ class Waiter:
             stack.pop_all()
 
     def sleep(self, seconds: float | None, report: Callable[[], object], every: float | None = None) -> None:
-        """Return when it is worth to try, and after *seconds*; *report* is called about every *every* seconds."""
+        """Return when it is worth trying, or after *seconds*; *report* is called about every *every* seconds."""
         until = None if seconds is None else time.monotonic() + seconds
         own_check_at = time.monotonic() + self._own_check
         must_sample = may_lead = True
@@ -313,7 +315,7 @@ class Waiter:
                     self._slow_down(until)
                     return
             report()
-            if not (self._leads or self._may_be_alone or self._comes_next):  # those sample again in a moment
+            if not (self._leads or self._may_be_alone or self._comes_next):  # these sample again in a moment
                 self._backend.close()
             ready = self._nap(until, every)
             messages = b""
@@ -325,9 +327,9 @@ class Waiter:
                 with suppress(BackendError):
                     self._backend.sample(frozenset())  # starts its worker
             if self._leads:
-                # The daemon wakes a leader, too: for what it decided itself, which nothing else reports.
+                # The daemon wakes even a leader: for a decision of its own, which nothing else reports.
                 must_sample = self._leads.must_sample(ready) or MAY_START in messages
-            # Where the daemon decides who is next, its word counts for a leader, too.
+            # Where the daemon decides which request is next, its word counts even for a leader.
             if MAY_START in messages and (self._directory.closed or not self._leads):
                 return
             has_ended = not ready.isdisjoint(self._leader.descriptors)
@@ -341,7 +343,7 @@ class Waiter:
                     return
 
     def withdraw(self) -> None:
-        """Wait no longer, and let another process lead.  Idempotent, also after it was interrupted."""
+        """Leave the queue, and let another process lead.  It can be called again, also after it was interrupted."""
         if self._queue < 0:
             return
         self._held.withdraw()
@@ -352,7 +354,7 @@ class Waiter:
             os.close(lock)
 
     def resign(self) -> None:
-        """Let another process lead, if this one does, and go on waiting: for a leader that cannot sample."""
+        """Let another process lead if this one does, because it cannot sample, and go on waiting."""
         leads, self._leads = self._leads, None
         if leads:
             with suppress(OSError, ClaimError):
@@ -361,17 +363,17 @@ class Waiter:
                 self._find_heirs()
 
     def pause(self) -> None:
-        """Let another process lead while this one is stopped, until resume(); from a signal handler, at any moment."""
+        """Let another process lead while this one is stopped, until resume(); a signal handler may call it any time."""
         if self._queue >= 0:
             with suppress(OSError, ClaimError):
                 if self._leads:
                     self._release_locks()
                     self._find_heirs()
-                else:  # one that is just about to lead keeps the lock, or it would lead without it afterwards
+                else:  # a process that is just about to lead keeps the lock, or it would lead without it afterwards
                     self._resign_as_deputy()
 
     def resume(self) -> None:
-        """Lead again after pause(), unless another process does by now."""
+        """Lead again after pause(), unless another process leads by now."""
         if self._queue >= 0 and self._leads:
             with suppress(ClaimError):
                 self._is_substitute = not try_flock(self._queue)
@@ -394,14 +396,14 @@ class Waiter:
         wake(self._directory, list(islice(heirs, HEIRS)), NEW_LEADER)
 
     def _nap(self, until: float | None, every: float | None) -> set[int]:
-        """Sleep; the descriptors that are readable."""
+        """Sleep, and return the descriptors that are readable."""
         now = time.monotonic()
         ends = [now + min(self._own_check, every or (PROGRESS_SECONDS if os.isatty(2) else OWN_CHECK_SECONDS))]
         ends += [self._leads.until] if self._leads else []
         ends += [until] if until is not None else []
         others = self._leads.descriptors if self._leads else self._leader.descriptors
         if self._leads:
-            self._held.send_heartbeat()  # after a sample, and however often something woke it before a pause was over
+            self._held.send_heartbeat()  # after a sample, and even if something always wakes it before a pause is over
         while True:
             left = min(ends) - time.monotonic()
             pause = WATCH_SECONDS if self._leads or self._is_deputy else DEPUTY_SECONDS
@@ -414,7 +416,7 @@ class Waiter:
                 return ready
 
     def _must_take_over(self) -> bool:
-        """Whether the deputy has to lead: no process does, or one that does nothing for the others."""
+        """Return whether this process is the deputy and has to lead, because no process does so for the others."""
         with suppress(OSError, ClaimError):
             self._is_deputy = try_flock(self._deputy)
             if not self._is_deputy or self._shows_life(self._leader_tickets, SILENT_SECONDS):
@@ -426,7 +428,10 @@ class Waiter:
         return False
 
     def _ends_substitution(self) -> bool:
-        """Whether the leader works again, so that this one leads no longer.  If the leader has gone, this one is it."""
+        """Stop leading as a substitute if the leader works again, and return whether it does.
+
+        If the leader has gone, this process becomes the leader.
+        """
         if not self._is_substitute:
             return False
         with suppress(OSError, ClaimError):
@@ -442,7 +447,7 @@ class Waiter:
         return False
 
     def _find_leader(self) -> Sequence[Ticket] | None:
-        """The tickets of the process that has the lock of the queue; None where that is none, or unknown."""
+        """Return the tickets of the process that has the lock of the queue, or None if that is none or unknown."""
         pid = flock_holder(self._queue)
         if pid is None:
             return None
@@ -452,7 +457,7 @@ class Waiter:
         return tickets or [ticket for ticket in self._others() if ticket.pid == pid]
 
     def _shows_life(self, tickets: Sequence[Ticket] | None, seconds: float) -> bool:
-        """Whether the process of *tickets* is not stopped, and has given a sign of life within so many seconds."""
+        """Return whether the process of *tickets* is not stopped, and gave a sign of life within so many seconds."""
         since = time.time() - seconds
         return any(
             is_responsive(self._directory, ticket) and last_heartbeat(self._directory, ticket) > since
@@ -460,7 +465,7 @@ class Waiter:
         )
 
     def _slow_down(self, until: float | None) -> None:
-        """A process that is woken for nothing again and again waits: any user can write into a waker."""
+        """Wait if this process was woken for nothing again and again, because any user can write into a waker."""
         now = time.monotonic()
         self._wakes = min(WAKES, self._wakes + (now - self._woken_at) / WAKE_SECONDS) - 1
         self._woken_at = now
@@ -482,15 +487,15 @@ class Waiter:
         else:
             return False
         if not self._is_substitute:
-            self._resign_as_deputy()  # one of the others watches this one
+            self._resign_as_deputy()  # one of the other processes watches this one
         self._leader.close()
         self._leads = Leader(self._directory, self._uuids, self._read)
         with suppress(OSError, ClaimError):
-            wake(self._directory, self._others(), NEW_LEADER)  # whose end they must hear of from now on
+            wake(self._directory, self._others(), NEW_LEADER)  # so that they watch this process from now on
         return True
 
     def _is_alone(self) -> bool:
-        """Now and then: whether this process must sample by itself, because no leader does."""
+        """Return whether this process must sample by itself, because no leader does; called now and then."""
         if not self._held.counts:  # the ticket was removed: a new position is better than none
             with suppress(OSError):
                 held = OwnTicket(self._directory, ticket_content(self.ticket))
@@ -511,14 +516,14 @@ def wait_until_over(
     environ: Mapping[str, str] = os.environ,
     has_ended: Callable[[str], bool] = lambda what: False,
 ) -> None:
-    """Return when the claim or the process *what* has ended; meanwhile a ticket shows that in the queue.
+    """Wait until the claim or the process *what* has ended; meanwhile, a ticket shows that in the queue.
 
     Args:
         what: a pid; or the id of a claim, or the beginning of one.
         ticket: of the waiting request, for others to see; no other request waits for it.
-        report: called once in a while with what is waited for.
+        report: called once in a while, with a text that says what is waited for.
         environ: says inside which claim this runs.
-        has_ended: whether there was such a claim, of an id that no living one has.
+        has_ended: returns whether there was a claim with an id that no living claim has.
 
     Raises:
         InvalidRequest: there is no such claim or process, or it cannot end before this process does.
@@ -584,7 +589,7 @@ def _wait_for_claim(
     checks: list[float] = []
     watch: DirectoryWatch | None = None
     with ExitStack() as stack:
-        with suppress(OSError):  # none left: then it is checked now and then
+        with suppress(OSError):  # no watch is left, so the claim is checked now and then
             watch = DirectoryWatch(directory.records)
             stack.callback(watch.close)
         stack.callback(_visible_ticket(directory, ticket, after).withdraw)
@@ -610,7 +615,7 @@ def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
 
 
 def _visible_ticket(directory: LockDirectory, ticket: Ticket, after: str) -> OwnTicket:
-    """A ticket for others to see, until it is left."""
+    """Return a ticket for others to see, until it is withdrawn."""
     try:
         return OwnTicket(directory, ticket_content(replace(ticket, after=after)))
     except OSError as error:
