@@ -263,7 +263,7 @@ class JobSupervisor:
                         self.receive(received)
 
     def tick_if_possible(self) -> None:
-        """Call tick(), and only report a shortage of files or memory: the next call may succeed, and the job needs us."""
+        """Call tick(); only report a shortage of files or memory, as the next call may succeed and the job needs us."""
         try:
             self.tick()
         except (OSError, ClaimError, MemoryError) as fault:

@@ -1,9 +1,10 @@
 """Choosing devices: which are free, which of those are best, and why the others are refused.
 
-Among the eligible the order is: known before unknown memory, --prefer, no running work, most free memory, least
+Eligible devices are ordered by: known before unknown memory, --prefer, no running work, most free memory, least
 utilization, fewest processes (for a share: least utilization, shared already, most memory left); then, for several
 devices, the best connected set; then health marks, temperature and the highest index, because most people take GPU 0.
-Memory and utilization are compared coarsely: 3 MiB are no reason.  Claims nothing: see lock.
+Memory and utilization are compared coarsely, because 3 MiB are no reason to prefer a device.  This module claims
+nothing: see lock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _TEMPERATURE_GRAIN = 5  # Celsius
 _MOST_FACTS = 5  # about devices that cannot satisfy a request
 
 
-# Options that ask for a size, and how much of it a device has.
+# Options that ask for a size, and a function that returns how much of it a device has.
 _SIZES: Mapping[RefusalKey, Callable[[Device], int | None]] = {
     "--min-free": capacity,
     "--min-total": lambda device: device.memory_total,
@@ -56,9 +57,9 @@ _SIZES: Mapping[RefusalKey, Callable[[Device], int | None]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What choose() found."""
+    """The result of choose()."""
 
-    devices: tuple[Device, ...]  # the chosen ones in index order, none when fewer than wanted are eligible
+    devices: tuple[Device, ...]  # the chosen ones in index order, or () if fewer than wanted are eligible
     eligible: tuple[Device, ...]  # all that would do, the best first
     refused: tuple[Refusal, ...]  # all others in index order, each with all its reasons
     sharing: Mapping[str, Sharing] | None = None  # uuid -> who shares the device, where the request may join them
@@ -67,14 +68,14 @@ class Choice:
 def choose(
     snapshot: Snapshot, request: Request, taken: Mapping[str, str], sharing: Mapping[str, Sharing] | None = None
 ) -> Choice:
-    """The best devices of *snapshot* for *request*.
+    """Choose the best devices of *snapshot* for *request*.
 
-    A device whose problems or processes were not read yet (None) counts as healthy and idle: read the winners again
-    with fields_to_verify() and choose again until all winners have been read.
+    A device whose problems or processes were not read yet (None) counts as healthy and idle.  So read the winners again
+    with fields_to_verify(), and choose again, until all winners have been read.
 
     Args:
-        taken: uuid -> who has claimed it, as text for people.
-        sharing: uuid -> who shares it, of the devices of which a request for a share may have a part.
+        taken: uuid -> a text for people that says who has claimed the device.
+        sharing: uuid -> who shares the device, for the devices of which a request for a share may have a part.
 
     Raises:
         InvalidRequest: a selector names no device of this machine.
@@ -90,7 +91,8 @@ def choose(
     wanted = min(request.most, len(usable)) if len(usable) >= request.num_gpus else 0
     chosen = usable[:wanted]
     if wanted > 1:
-        # The best tiers whole, and of the last one needed those that are best connected with them and each other.
+        # Take the best tiers whole.  Of the last tier that is needed, take the devices that are best connected with
+        # those and with each other.
         last = tiers[usable[wanted - 1].uuid]
         fixed = [device for device in usable if tiers[device.uuid] < last]
         pool = [device for device in usable if tiers[device.uuid] == last]
@@ -104,10 +106,10 @@ def choose(
 
 
 def unread_devices(snapshot: Snapshot, taken: Mapping[str, str]) -> set[str]:
-    """The uuids of devices of which it is not known yet who computes there, or whether they are divided.
+    """Return the uuids of devices for which it is not known yet who computes there, or whether they are divided.
 
-    A visible desktop may have the memory in use, which does not keep jobs away; and of a divided GPU that is busy an
-    instance may be free.
+    Memory in use may belong to a visible desktop, which does not keep jobs away, and an instance of a divided GPU may
+    be free although the GPU is busy.
     """
     told = {gap.device for gap in snapshot.gaps if gap.field == "processes"}
     return {
@@ -119,9 +121,10 @@ def unread_devices(snapshot: Snapshot, taken: Mapping[str, str]) -> set[str]:
 
 
 def possible(choice: Choice) -> Choice:
-    """Which devices could ever satisfy the request, and what will always stand against the others.
+    """Return which devices could ever satisfy the request, and the reasons that will always rule out the others.
 
-    Only as good as the snapshot behind *choice*: a broken or a divided device shows only where HEALTH was read.
+    The answer is only as good as the snapshot behind *choice*: a broken or a divided device shows only if HEALTH was
+    read.
     """
     lasting = {
         refusal.device.uuid: Refusal(refusal.device, permanent)
@@ -134,10 +137,10 @@ def possible(choice: Choice) -> Choice:
 
 
 def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoughGpus:
-    """The error that says what was wanted, what stands in the way, and what to do.
+    """Return the error that says what was wanted, what stands in the way, and what to do.
 
-    It is an ImpossibleRequest when waiting cannot help.  That is never said of a snapshot in which a device's HEALTH
-    is still unread: it may turn out to be divided into more.
+    It is an ImpossibleRequest if waiting cannot help.  It never is if the HEALTH of a device in the snapshot is still
+    unread, because that device may turn out to be divided into more.
     """
     could = possible(choice)
     read = all(device.problems is not None for device in snapshot.devices)
@@ -160,7 +163,7 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
 
 
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
-    """The error of a request that waits: *why*, and below it the reasons of *missing* where they are known."""
+    """Return the error of a request that waits: *why*, and below it the reasons of *missing* if they are known."""
     text = _("wanted {count}: {why}.") if why else _("wanted {count}.")
     first = text.format(count=format_count(wanted, "GPU"), why=why)
     if missing is None:
@@ -173,7 +176,7 @@ def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = No
 
 
 def instances_note(devices: Sequence[Device], request: Request) -> str | None:
-    """What to know of a claim of several MIG instances; None: it is none, or the request says that it is known."""
+    """Return a note on a claim of several MIG instances, or None if it is none, or if the request allows several."""
     if request.allow_mig_set or len(devices) < 2 or not all(device.parent_uuid for device in devices):
         return None
     return _(
@@ -183,12 +186,12 @@ def instances_note(devices: Sequence[Device], request: Request) -> str | None:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
+    """Return, for example, ``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
     return f"{device_title(refusal.device)}: {'; '.join(reason.text for reason in refusal.reasons)}"
 
 
 def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
-    """uuid -> "claimed by bob, 2h ago: python train.py", for each device of a living claim."""
+    """Return uuid -> "claimed by bob, 2h ago: python train.py", for each device of a living claim."""
     taken: dict[str, str] = {}
     shares: dict[str, list[str]] = {}
     for claim in claims:
@@ -209,10 +212,10 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
 
 
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
-    """Those of *devices* that one job can use together: of one vendor, and either whole GPUs or MIG instances.
+    """Return those of *devices* that one job can use together: of one vendor, and either whole GPUs or MIG instances.
 
-    The kind of which *wanted* are *free* now (uuids; None: all), else of which there are as many at all; then the kind
-    of the first device, then the one with more.
+    A kind of which *wanted* devices are *free* now comes first, then one that has as many at all, then the kind of the
+    first device, then the kind with more devices.  *free* holds uuids, or is None if all are free.
     """
     kinds = [[device for device in devices if _kind(device) == kind] for kind in dict.fromkeys(map(_kind, devices))]
 
@@ -230,18 +233,21 @@ def _kind(device: Device) -> tuple[str, bool]:
 def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     if request.most == 1:
         return devices
-    if not request.takes_mig_set:  # then one instance at most, for a request of one device or more
+    if not request.takes_mig_set:  # one instance at most, for a request for one device or more
         devices = [device for device in devices if not device.parent_uuid] or devices[:1]
     return usable_together(devices, request.num_gpus)
 
 
 def _lone_instances(choice: Choice) -> int:
-    """How many MIG instances a request for one device could have, and one for several cannot."""
+    """Return how many MIG instances a request for one device could have, but one for several devices cannot."""
     return sum({reason.option for reason in refusal.reasons} == {MIG_SET} for refusal in choice.refused)
 
 
 def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
-    """Devices of one tier are equally good for this request; smaller is better.  *nodes* count eligible devices."""
+    """Return a device's tier: devices of one tier are equally good for this request, and smaller is better.
+
+    *nodes* counts the eligible devices of each NUMA node.
+    """
     request, used = terms.request, device.memory_used
     nothing_known, last = device.memory_free is None, len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
@@ -249,12 +255,13 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
         return nothing_known, preferred, device.index
     load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
     if request.share:
-        # Between equally idle devices the one that is shared already, so that whole devices stay whole.
+        # Of equally idle devices take one that is shared already, so that whole devices stay whole.
         sharing = terms.sharing_of(device)
         left, unshared = (memory_left(device, sharing) or 0) // _GRAIN, not sharing.count
         in_pack, spread = (unshared, left, *load), (*load, unshared, -left)
         return nothing_known, preferred, *(in_pack if request.strategy == "pack" else spread)
-    # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never decides.
+    # The memory in use on an idle device differs by some MiB from day to day.  Such a device counts as empty, so that
+    # noise never decides.
     is_empty = used is not None and used <= idle_limit(device, request.tolerance)
     room = ((device.memory_total if is_empty else None) or device.memory_free or 0) // _GRAIN
     if request.strategy == "pack":
@@ -265,7 +272,7 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
 
 
 def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:
-    """What decides within a tier, after the connections: health marks, temperature, the highest index."""
+    """Return what decides within a tier, after the connections: health marks, temperature, the highest index."""
     marks = (
         device.retired_pages,
         device.remapped_rows,
@@ -278,7 +285,7 @@ def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int,
 
 
 def _index_order(device: Device) -> tuple[int, int, int, int, str]:
-    """Index order; the instances of a GPU come behind it in the order of the driver."""
+    """Return a key that sorts by index; the instances of a GPU come behind it in the order of the driver."""
     return (
         device.index,
         device.parent_uuid is not None,
@@ -332,13 +339,13 @@ def _never(request: Request, could: Choice) -> str:
 
 
 def _outer_limits(could: Choice) -> list[str]:
-    """What leaves only some devices to this process, such as CUDA_VISIBLE_DEVICES, in words."""
+    """Say in words what leaves only some devices to this process, such as CUDA_VISIBLE_DEVICES."""
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option == "outer limit")
     return list(dict.fromkeys(reason.text for reason in reasons))
 
 
 def _largest(request: Request, could: Choice, option: RefusalKey) -> int:
-    """The size of *option* with which there would be enough devices; 0 when no size helps by itself."""
+    """Return the largest size of *option* with which there would be enough devices, or 0 if no size helps by itself."""
     devices = _usable([*could.devices, *_only_lacking(could, option)], request)
     sizes = sorted((_SIZES[option](device) or 0 for device in devices), reverse=True)
     return sizes[request.num_gpus - 1] if len(sizes) >= request.num_gpus else 0
@@ -354,8 +361,8 @@ def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
 
 
 def _lacking(could: Choice) -> list[str]:
-    """What the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 GPUs)"``."""
-    own_words = ("", "outer limit", "--devices", "--exclude", "--mig")  # said elsewhere, or what was typed
+    """Say what the devices have instead of what is asked for: ``"  its model is NVIDIA L40S (4 GPUs)"``."""
+    own_words = ("", "outer limit", "--devices", "--exclude", "--mig")  # said elsewhere, or typed by the user
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
     lines = [
@@ -368,7 +375,7 @@ def _lacking(could: Choice) -> list[str]:
 
 
 def _profiles(request: Request, could: Choice) -> list[str]:
-    """Which MIG profiles there are, for a request that names another one."""
+    """Say which MIG profiles there are, for a request that names another one."""
     if request.mig is None:
         return []
     every = [*could.devices, *(refusal.device for refusal in could.refused)]
@@ -392,7 +399,7 @@ def _mixed(devices: Sequence[Device]) -> list[str]:
 
 
 def _there(verb: str, count: int) -> str:
-    """ "none is" "only 1 is" "only 4 are", likewise with "exist"."""
+    """Return "none is", "only 1 is" or "only 4 are", or the like with "exist"."""
     if not count:
         return _("none is") if verb == "is" else _("none exists")
     if verb == "is":
@@ -400,23 +407,24 @@ def _there(verb: str, count: int) -> str:
     return ngettext("only {count} exists", "only {count} exist", count).format(count=count)
 
 
-# Which of equally good devices work best together: those with the shortest ways between them.
+# Of equally good devices, those with the shortest paths between them work best together.
 
-# How close two devices are, as the driver calls it; a pair that is not known counts as the farthest.
+# How close two devices are, by the driver's names; a pair that is not known counts as the farthest.
 LEVELS = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5, "NVLINK": 6}
 _UNKNOWN, _SAME_GPU = 0, 7
 
-# Sets that are compared one by one: any number of up to 16 devices is at most 12870 sets.
+# The most sets that are compared one by one: choosing any number of up to 16 devices makes at most 12870 sets.
 MOST_SETS = 13_000
 
 
 def best_connected(
     fixed: Sequence[Device], pool: Sequence[Device], need: int, topology: Sequence[tuple[str, str, str]]
 ) -> list[Device]:
-    """*fixed* and *need* devices of *pool*: the set whose worst connection is best.
+    """Return *fixed* and *need* devices of *pool*: the set whose worst connection is best.
 
-    Ties: the sum of all connections, then the fewest NUMA nodes, then the first ones of *pool*.  Exact up to
-    MOST_SETS sets; beyond, one set is grown from each device of the pool and the best of them is taken.
+    Ties are decided by the sum of all connections, then the fewest NUMA nodes, then the first devices of *pool*.  The
+    result is exact up to MOST_SETS sets.  Beyond that, one set is grown from each device of the pool, and the best of
+    these is taken.
     """
     devices = [*fixed, *pool]
     links = _links(devices, topology)
@@ -454,6 +462,6 @@ def _links(devices: Sequence[Device], topology: Sequence[tuple[str, str, str]]) 
     known = {}
     for first, second, level in topology:
         known[first, second] = known[second, first] = LEVELS.get(level, _UNKNOWN)
-    # The driver knows connections between GPUs only: a MIG instance stands where its GPU stands.
+    # The driver knows connections only between GPUs, so a MIG instance has those of its GPU.
     gpus = [device.parent_uuid or device.uuid for device in devices]
     return [[_SAME_GPU if gpu == other else known.get((gpu, other), _UNKNOWN) for other in gpus] for gpu in gpus]

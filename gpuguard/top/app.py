@@ -1,7 +1,7 @@
 """The screen of `gpuguard top`, with textual: keys, mouse, and a thread that reads the machine.
 
-Thin on purpose: what is shown is made by page, what is known comes from the feed.  The thread may hang in a driver:
-then the screen goes on, and says how old it is.  Needs the extra [tui].
+This module is thin on purpose: page makes all that is shown, and the feed provides all that is known.  If the thread
+hangs in a driver, the screen goes on, and says how old it is.  It needs the extra [tui].
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Board(ScrollView, can_focus=False):
         self.colours: dict[str, str] | None = DARK
 
     def show(self, lines: list[ScreenLine], width: int) -> None:
-        """Draw those of *lines* that are new: most of a page is as it was a second ago."""
+        """Draw those of *lines* that have changed, because most of a page is as it was a second ago."""
         size, before, self.lines = Size(width, len(lines)), self.lines, lines
         if size != self.virtual_size:
             self.virtual_size = size
@@ -71,7 +71,7 @@ class Board(ScrollView, can_focus=False):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        """One row of the screen."""
+        """Draw one row of the screen."""
         row = y + self.scroll_offset.y
         if row >= len(self.lines):
             return Strip.blank(self.size.width, self.rich_style)
@@ -81,14 +81,14 @@ class Board(ScrollView, can_focus=False):
 
 
 def rich_style(names: str, colours: dict[str, str] | None) -> Style:
-    """ "bold red" in the colours of the theme; None: without any."""
+    """Return the style that *names* describe, such as "bold red", in the theme's colours, or without any if None."""
     words = names.split()
     colour = next((colours[word] for word in words if word in colours), None) if colours else None
     return Style(color=colour, bold="bold" in words, dim=not colours and "dim" in words, reverse="reverse" in words)
 
 
 def plain_text(words: str, width: int) -> Text:
-    """*words*, made neutral, in exactly *width* columns."""
+    """Return *words*, made neutral, in exactly *width* columns."""
     return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)
 
 
@@ -115,7 +115,7 @@ HELP = N_(
 
 
 class TextScreen(ModalScreen[None]):
-    """A page of text, read anew every second as long as it is open."""
+    """A page of text that is read anew every second as long as it is open."""
 
     BINDINGS: ClassVar = [Binding("escape,q,enter,question_mark", "dismiss", "close")]
 
@@ -146,7 +146,7 @@ class TextScreen(ModalScreen[None]):
 
 
 class FilterScreen(ModalScreen[str | None]):
-    """Asks for words."""
+    """Asks for the words of the filter."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "keep the old one")]
 
@@ -162,7 +162,7 @@ class FilterScreen(ModalScreen[str | None]):
 
 
 class SignalScreen(ModalScreen[ActionName | None]):
-    """Asks which signal, then whether that is meant; its answer is one of BY_HAND."""
+    """Asks which signal to send, then whether the user means it; its answer is one of BY_HAND, or None."""
 
     BINDINGS: ClassVar = [Binding("escape,q,n", "dismiss", "nothing")]
     KEYS: ClassVar[Mapping[str, ActionName]] = {"t": "terminate", "k": "kill", "p": "pause", "c": "resume"}
@@ -192,12 +192,12 @@ class SignalScreen(ModalScreen[ActionName | None]):
             self.dismiss(self._chosen if key == "y" else None)
 
 
-SILENT = 3.0  # intervals without an answer from which on the screen says so
+SILENT = 3.0  # intervals without an answer, after which the screen says so
 _FOOT = N_(" ?:help /:filter s:sort t:tree u:mine Enter:past d:details e:env x:signal q:quit")
 
 
 class Top(App[None]):
-    """The screen."""
+    """The screen of `gpuguard top`."""
 
     CSS = """
     Board { height: 1fr; scrollbar-size: 1 1; overflow-x: hidden; }
@@ -252,7 +252,7 @@ class Top(App[None]):
         self._held, self._sideways = False, 0
         self._in_detail = False  # whether the page of details is open
         self._written: dict[str, Text] = {}
-        self._longer = False  # the page than the board
+        self._longer = False  # whether the page is longer than the board
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._ends = threading.Event()
 
@@ -265,7 +265,7 @@ class Top(App[None]):
     def on_mount(self) -> None:
         self._set_theme()
         self._feed.tree = self.view.tree
-        # A daemon: the end does not wait for a driver that hangs.
+        # It is a daemon thread, so that the end does not wait for a driver that hangs.
         threading.Thread(target=self._sample_again, name=SAMPLING_THREAD, daemon=True).start()
         self.set_interval(1.0, self._tick)
         if not self.is_headless and os.isatty(0):
@@ -277,7 +277,7 @@ class Top(App[None]):
         self._jobs.put(None)
 
     def _sample_again(self) -> None:
-        """The thread: a sample every so often, and what it is asked to do in between."""
+        """Sample at each interval, and do the jobs of the queue in between; this is what the thread runs."""
         while not self._ends.is_set():
             due = time.monotonic() + self._every
             try:
@@ -309,12 +309,12 @@ class Top(App[None]):
 
     @property
     def silent(self) -> float:
-        """Seconds since the last answer."""
+        """The seconds since the last answer."""
         return time.monotonic() - self._sampled_at
 
     @property
     def _is_up(self) -> bool:
-        """Whether there is a page to draw on: a sample may end while it is taken down."""
+        """Whether there is a page to draw on: a sample may end while the page is taken down."""
         return bool(self.screen_stack) and len(self.screen_stack[0].query("#title, #alert, Board, #foot")) == 4
 
     def draw(self) -> None:
@@ -323,7 +323,7 @@ class Top(App[None]):
         board = self.screen_stack[0].query_one(Board)
         width, height = max(20, self.size.width), self.size.height
         self._feed.more = fields_shown(width) | (FIELDS if self._in_detail else frozenset())
-        for _attempt in range(2):  # a page that is longer than before has a column less, for the scroll bar
+        for _attempt in range(2):  # a page that is longer than before loses a column to the scroll bar
             columns = width - self._longer + self._sideways
             lines = page(self.scene, self.history, self.view, columns, height - 2)
             was, self._longer = self._longer, len(lines) > board.size.height
@@ -334,9 +334,9 @@ class Top(App[None]):
         self._tick()
 
     def _end_with_terminal(self) -> None:
-        """End as by a hang-up when the terminal is gone: su and docker may keep that signal to themselves.
+        """End as by a hang-up if the terminal has gone, because su and docker may keep that signal to themselves.
 
-        Textual would read the end of its input again and again, without a pause.
+        Otherwise Textual would read the end of its input again and again, without a pause.
         """
         terminal = select.poll()
         terminal.register(0, 0)
@@ -344,7 +344,7 @@ class Top(App[None]):
             die_of(signal.SIGHUP)
 
     def _tick(self) -> None:
-        """The title, and the alarm when no answer comes."""
+        """Write the title and the foot, and the alarm if no answer comes."""
         if not self._is_up:
             return
         width = max(20, self.size.width)
@@ -362,7 +362,7 @@ class Top(App[None]):
         self._write("#foot", plain_text(f" {self.notice}" if self.notice else _(_FOOT), width))
 
     def _write(self, name: str, text: Text) -> None:
-        """Change a line, if it changes.  It stays one line: nothing else need be laid out anew for it."""
+        """Write a line if it has changed.  It stays one line, so nothing else need be laid out anew for it."""
         if self._written.get(name) != text:
             self._written[name] = text
             self.screen_stack[0].query_one(name, Static).update(text, layout=False)
@@ -498,7 +498,7 @@ class Top(App[None]):
     # The mouse.
 
     def on_click(self, event: events.Click) -> None:
-        """A heading sorts, a process is chosen; twice on a process: over time."""
+        """Sort by the heading, or choose the process, that was clicked; two clicks show the process over time."""
         if len(self.screen_stack) > 1:
             return
         board = self.query_one(Board)

@@ -1,6 +1,7 @@
 """The upper half of `gpuguard top`: each device with bars, limits, alarm colours, history, state and claims.
 
-A row of a table per device (compact) or three lines (full).  A number that is not known is shown as n/a, without a bar.
+Each device has a row of a table (compact) or three lines (full).  A number that is not known is shown as n/a, without a
+bar.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from gpuguard.views.who import LABELS
 FULL_LINES = 3
 _INDENT = 5
 _WIDEST_CELL = 60  # columns of a meter: more of them tell no more
-_ROOMY = 100  # columns of a screen from which on the table has bandwidth, fans and limits
-_WITH_PAST = 150  # from which on it has the past, too
+_ROOMY = 100  # a screen with so many columns has room for bandwidth, fans and limits in the table
+_WITH_PAST = 150  # a screen with so many columns has room for the past as well
 _STATE = 32  # columns that the state should have
-_LEAST_BARS = 10  # columns that both bars should have: what would leave less is left out
+_LEAST_BARS = 10  # columns that both bars should have: numbers that would leave fewer are left out
 
 
 def fields_shown(width: int) -> frozenset[str]:
-    """The groups of fields beside model.WHO_FIELDS that a screen of so many columns has room for."""
+    """Return the field groups beside model.WHO_FIELDS for which a screen of so many columns has room."""
     groups = {column.group for column in top_columns(width) if column.group}
     return frozenset(groups | {CLOCKS, ECC} if width >= WIDE else groups) - WHO_FIELDS
 
 
 @dataclass(frozen=True)
 class BarMeter:
-    """One number of a device: what it is called, how full it is, in words, its colour."""
+    """One number of a device: its label, how full its bar is, its value in words, and its colour."""
 
     label: str
     share: float | None
@@ -50,7 +51,7 @@ class BarMeter:
 def device_lines(
     scene: Scene, history: History, view: ScreenView, uses: Sequence[DeviceUse], mode: str, width: int
 ) -> list[ScreenLine]:
-    """The lines of the devices *uses*, in *mode* "full" or "compact"."""
+    """Return the lines of the devices *uses*, in *mode* "full" or "compact"."""
     columns = TableColumns.of([use.device for use in uses], view, width)
     lines = [columns.header(width)] if uses and mode != "full" else []
     for use in uses:
@@ -62,14 +63,14 @@ def device_lines(
 
 
 def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
-    """*uses* without the whole devices that are free, and which those are: ``"free: 5-12, 40"``."""
+    """Return *uses* without the whole devices that are free, and a text that names those: ``"free: 5-12, 40"``."""
     kept = [use for use in uses if use.state != "free" or use.device.parent_uuid]
     free = [use.device.index for use in uses if use.state == "free" and not use.device.parent_uuid]
     return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 8] -> "0-2,8"."""
+    """Return the ranges of *numbers*: [0, 1, 2, 8] -> "0-2,8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -102,7 +103,7 @@ def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, widt
 
 
 def further_numbers(device: Device, width: int) -> list[str]:
-    """What is known of a device and has no meter, with its name, what matters most first."""
+    """Return the known numbers of a device that have no meter, with their names, the most important ones first."""
     percent = {"MBW": device.memory_utilization, _("fan"): device.fan_speed}
     words = [f"{name} {format_rounded(value, '%')}" for name, value in percent.items() if value is not None]
     for column in top_columns(width):
@@ -118,9 +119,9 @@ def further_numbers(device: Device, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class TableColumns:
-    """How wide the columns of the table are, of which each device is a row."""
+    """The widths of the columns of the table in which each device has a row."""
 
-    names: int  # of the model; 0 where the title says it for all
+    names: int  # of the model; 0 if the title names one for all
     memory: int  # of the bars
     utilization: int
     is_roomy: bool  # units are written out; bandwidth and fan have a column
@@ -129,11 +130,11 @@ class TableColumns:
 
     @classmethod
     def of(cls, devices: Sequence[Device], view: ScreenView, width: int) -> TableColumns:
-        """Those for a screen of *width* columns: what numbers and states leave is for the bars."""
+        """Return the columns for a screen of *width* columns; the bars get the room that numbers and states leave."""
         is_roomy = width >= _ROOMY
         names = 23 if width >= WIDE and len({model_name(device) for device in devices}) > 1 else 0
         past = max(10, min(40, (width - 110) // 2)) if width >= _WITH_PAST and view.past else 0
-        # A daemon need not read them.
+        # A daemon need not read these fields, so they may be unknown for all devices.
         numbers = [
             column for column in top_columns(width) if any(column.known(device) is not None for device in devices)
         ]
@@ -145,7 +146,7 @@ class TableColumns:
         return cls(names, memory, busy, is_roomy, past, tuple(numbers))
 
     def header(self, width: int) -> ScreenLine:
-        """The headings of the columns."""
+        """Return the headings of the columns."""
         memory, busy = self.memory + (15 if self.is_roomy else 11), self.utilization + 7
         words = " GPU " + padded(_("MODEL") if self.names else "", self.names)
         words += padded(_("MEMORY"), memory) + padded(_("UTILIZATION"), busy)
@@ -162,7 +163,7 @@ def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, colum
     parts: list[Part] = [(f"{device.label:>4} ", f"bold {LABELS[use.state][1]}".strip())]
     if columns.names:
         name = neutralise(model_name(device))
-        if device.mig_profile and display_width(name) > 22:  # the profile says more than the board, which is above
+        if device.mig_profile and display_width(name) > 22:  # the profile says more than the GPU's name, which is above
             name = f"MIG {neutralise(device.mig_profile)}"
         parts += fitted([(shorten(name, 22), "")], columns.names)
     for meter, size, room in (
@@ -192,7 +193,7 @@ def _number(percent: float | None) -> Part:
 
 
 def _meters(device: Device, limits: Thresholds) -> tuple[BarMeter, BarMeter, BarMeter, BarMeter]:
-    """Of memory, utilization, temperature and power."""
+    """Return the meters of memory, utilization, temperature and power."""
     used, total = device.memory_used, device.memory_total
     share = used / total if used is not None and total else None
     bad = limits.memory_share
@@ -222,7 +223,7 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
     bad = limits.power
     if limits.power_share is not None and limit:
         bad = min(limits.power_share * limit, bad or limit * limits.power_share)
-    # A busy device runs at its limit: that is no alarm, only beyond it something is wrong.
+    # A busy device runs at its limit, which is no reason for an alarm.  Only beyond it something is wrong.
     over = None if limit is None else limit * 1.05
     colour = alarm(draw, bad if bad is not None else limit, bad if bad is not None else over)
     words = format_rounded(draw, "W") if draw is None or limit is None else f"{draw:.0f}/{limit:.0f}W"
@@ -231,7 +232,7 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
 
 
 def _state(scene: Scene, use: DeviceUse) -> list[Part]:
-    """``"in use: alice (ablation 3) 2h"``."""
+    """Return the state in words: ``"in use: alice (ablation 3) 2h"``."""
     words, colour = LABELS[use.state]
     parts: list[Part] = [(_(words), colour)]
     if use.reason:
@@ -246,7 +247,7 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
 
 
 def _unusual(device: Device) -> list[str]:
-    """What a user should know before they start a job there."""
+    """Return remarks that a user should know before they start a job on the device."""
     words = [_("exclusive")] if device.compute_mode == "exclusive_process" else []
     if device.ecc_uncorrected_volatile:
         words.append(_("ECC errors: {count}").format(count=device.ecc_uncorrected_volatile))
