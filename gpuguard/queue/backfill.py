@@ -76,8 +76,8 @@ class Machine:
 
     fits: Mapping[Request, Fit]  # request -> its devices, for all requests of the queue
     ends: Mapping[str, float] = field(default_factory=dict)  # uuid -> unix time at which its claim ends by time limit
-    estimates: Mapping[str, float] = field(default_factory=dict)  # the same, or what earlier jobs suggest
-    guesses: Mapping[str, float] = field(default_factory=dict)  # the same for all claims
+    estimates: Mapping[str, float] = field(default_factory=dict)  # that end, or one estimated from earlier jobs
+    guesses: Mapping[str, float] = field(default_factory=dict)  # one of these, or a guess, for all claims
     relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # uuid -> those that cannot be used with it
     reservations: tuple[Reservation, ...] = ()  # that are not over
     free: frozenset[str] = frozenset()  # uuids of devices that are not in use, for the reservations
@@ -90,7 +90,7 @@ class QueuePosition:
     ticket: Ticket  # of the request
     number: int  # 1 is the first
     start: float | None  # unix time of its likely start, or None if that is unknown
-    in_order: float | None  # the same if no ticket behind it started first
+    in_order: float | None  # unix time of its start if no ticket behind it started first, or None
     now: bool = False  # whether it may start now
     request: Request | None = None  # the planned alternative, or None if it can never start on this machine
     devices: tuple[str, ...] = ()  # uuids that are planned for it
