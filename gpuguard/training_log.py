@@ -3,8 +3,8 @@
     with gpuguard.collector() as numbers, numbers.tag("train"):
         writer.add_scalars(numbers.collect())   # {"train/gpu:0/memory_used (MiB)/mean": 3712.0, ...}
 
-A thread looks every interval; the driver is asked in a process of its own, so that one that hangs cannot hang the
-training.  Without a driver the numbers of the host are there, and trouble says why there are no others.
+A thread samples once per interval.  The driver is asked in a process of its own, so that a driver that hangs cannot
+hang the training.  Without a driver there are still the numbers of the host, and trouble says why there are no others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FIELDS = frozenset({MEMORY, UTILIZATION, THERMAL, POWER, PROCESSES, PROCESS_DETAILS})
 SHORTEST_SECONDS = 0.05
 _MIB = 2**20
-_DEVICE = {  # our name with its unit: field and what it is divided by
+_DEVICE = {  # our name with its unit -> the field, and what its value is divided by
     "memory_used (MiB)": ("memory_used", _MIB),
     "memory_free (MiB)": ("memory_free", _MIB),
     "utilization (%)": ("utilization", 1),
@@ -51,14 +51,14 @@ def collector(
     backend: Backend | str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Collector:
-    """A collector of numbers; use it in a ``with`` statement, or start() and stop() it, as often as you like.
+    """Return a collector of numbers; use it in a ``with`` statement, or start() and stop() it as often as you like.
 
     Args:
-        pids: of processes that are watched with all their descendants; this process when None, none when empty.
-        interval: seconds between two looks.
-        devices: uuids; None: those that CUDA_VISIBLE_DEVICES, Slurm or the container leaves to this process.
-        backend: see backends.open_backend; $GPUGUARD_BACKEND, else nvml when None.
-        environ: what "leaves to this process" is read from.
+        pids: of the processes to watch with all their descendants; None means this process, and empty means none.
+        interval: seconds between two samples.
+        devices: uuids, or None for those that CUDA_VISIBLE_DEVICES, Slurm or the container leaves to this process.
+        backend: see backends.open_backend; None means $GPUGUARD_BACKEND, or nvml if that is not set.
+        environ: the variables that say which devices are left to this process.
 
     Raises:
         InvalidRequest: the interval is too short.
@@ -71,7 +71,7 @@ def collector(
 
 
 class TagStatistics:
-    """What was seen since a tag began."""
+    """The numbers that were seen since a tag began."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,11 +80,11 @@ class TagStatistics:
     def clear(self) -> None:
         """Begin anew."""
         self.began, self.samples = time.monotonic(), 0
-        # By the name of a number: how often it was known, its sum, least, most and newest value.
+        # The name of a number -> how often it was known, its sum, and its lowest, highest and newest value.
         self.sums: dict[str, tuple[int, float, float, float, float]] = {}
 
     def add(self, numbers: Mapping[str, float | None]) -> None:
-        """Count a sample; a number that is not known counts for nothing."""
+        """Add a sample; a number that is unknown counts for nothing."""
         self.samples += 1
         for name, value in numbers.items():
             if value is not None:
@@ -92,7 +92,7 @@ class TagStatistics:
                 self.sums[name] = count + 1, total + value, min(least, value), max(most, value), float(value)
 
     def numbers(self) -> dict[str, float]:
-        """``{"train/gpu:0/power_draw (W)/mean": 311.5, ..., "train/duration (s)": 60.2}``."""
+        """Return ``{"train/gpu:0/power_draw (W)/mean": 311.5, ..., "train/duration (s)": 60.2}``."""
         prefix = f"{self.name}/" if self.name else ""
         found: dict[str, float] = {}
         for name, (count, total, least, most, newest) in self.sums.items():
@@ -104,9 +104,9 @@ class TagStatistics:
 
 
 class Collector:
-    """See collector().  All methods may be called from any thread.
+    """The object that collector() returns.  You may call all its methods from any thread.
 
-    trouble: why the devices cannot be read, None while they can.
+    trouble: why the devices cannot be read, or None while they can.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class Collector:
         self.trouble: str | None = None
         self._source, self._pids, self._interval = source, pids, interval
         self._devices, self._environ = devices, environ
-        self._opened: WorkerBackend | MergedBackend | None = None  # the backend where it is our own
+        self._opened: WorkerBackend | MergedBackend | None = None  # the backend, if we opened it ourselves
         self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
         self._tags = [TagStatistics("")]
         self._newest: float | None = None  # when the last sample ended
-        self._sampling = threading.Lock()  # held during a sample; taken before the other one
-        self._lock = threading.Lock()  # of the tags
+        self._sampling = threading.Lock()  # held during a sample; always taken before _lock
+        self._lock = threading.Lock()  # guards the tags
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> Collector:
-        """Begin to look, with nothing counted yet; without effect while it does."""
+        """Begin to sample, with nothing counted yet; this has no effect if it has begun already."""
         with self._sampling:
             if self._thread is None:
                 with self._lock:
@@ -142,7 +142,7 @@ class Collector:
         return self
 
     def stop(self) -> None:
-        """Look no more; what was counted stays.  Idempotent."""
+        """Sample no more, but keep what was counted.  Calling this again has no effect."""
         if self._is_forked():
             return
         self._stop.set()
@@ -162,7 +162,7 @@ class Collector:
 
     @contextmanager
     def tag(self, name: str) -> Iterator[Collector]:
-        """Count what follows under *name* too; inside another tag it is called "outer/inner"."""
+        """Count everything that follows also under *name*; inside another tag it is called "outer/inner"."""
         if not name or "/" in name:
             raise InvalidRequest(f"a tag cannot be called {name!r}: choose a name without a slash.")
         with self._lock:
@@ -181,33 +181,33 @@ class Collector:
             self._tags[-1].clear()
 
     def collect(self) -> dict[str, float]:
-        """The numbers of the innermost tag since it began: flat, without unknown ones.
+        """Return the numbers of the innermost tag since it began: flat, without unknown ones.
 
-        Looks at once where the last look is older than half an interval, or the tag has none yet.  In a process that
-        was forked (a worker that loads data) it does not sample, and there are no numbers.
+        Sample at once if the last sample is older than half an interval, or if the tag has none yet.  In a process that
+        was forked (a worker that loads data), nothing is sampled, and there are no numbers.
         """
         if self._is_forked():
             return {}
-        with self._sampling:  # the thread may be looking for us just now
+        with self._sampling:  # the thread may be sampling for us just now
             if self._thread is not None and (self._is_stale() or not self._tags[-1].samples):
                 self._sample_now()
         with self._lock:
             return self._tags[-1].numbers()
 
     def _is_forked(self) -> bool:
-        # The thread stayed with the parent, and the pipes to the sampler are in the middle of its conversation.
+        # The thread stayed with the parent, which may be in the middle of a conversation over the pipes to the worker.
         return os.getpid() != self._process
 
     def _run(self, stop: threading.Event) -> None:
         began = time.monotonic()
         while not stop.is_set():
             with self._sampling:
-                if not stop.is_set() and self._is_stale():  # else collect() has looked just now
+                if not stop.is_set() and self._is_stale():  # otherwise collect() has sampled just now
                     self._sample_now()
             stop.wait(self._interval - (time.monotonic() - began) % self._interval)
 
     def sample(self) -> None:
-        """Read the devices now, besides what the thread reads; without effect while it is stopped."""
+        """Read the devices now, besides the thread's own samples; this has no effect while the collector is stopped."""
         if not self._is_forked():
             with self._sampling:
                 if self._thread is not None:
@@ -251,7 +251,7 @@ class Collector:
                 backend = self._opened = self._opened or open_worker(backend)
             snapshot = backend.sample(self._fields)
             if HEALTH not in self._fields and any(names_instance(uuid) for uuid in self._uuids(snapshot) or ()):
-                self._fields |= {HEALTH}  # which is what finds instances
+                self._fields |= {HEALTH}  # the group that finds instances
                 snapshot = backend.sample(self._fields)
         except BackendError as error:
             if self.trouble is None:
@@ -268,7 +268,7 @@ class Collector:
 
 
 def _share(device: Device, members: Collection[int]) -> dict[str, float | None]:
-    """What a family of processes uses of a device; a part that is not known makes the sum unknown."""
+    """Return how much of a device a family of processes uses; a part that is unknown makes the sum unknown."""
     own = [process for process in device.processes or () if process.pid in members]
     memory = [process.memory_used for process in own if process.memory_used is not None]
     utilization = [process.utilization for process in own if process.utilization is not None]

@@ -1,6 +1,6 @@
-"""What belongs to one vendor and is the same on every machine: its variables, forms of uuids, device nodes and module.
+"""Facts of each vendor that hold on every machine: its variables, forms of uuids, device nodes and module.
 
-A vendor is one value here, and the field `vendor` of a device names it.  Reads no device: see backends.
+A vendor is one value here, and the field `vendor` of a device names it.  This module reads no device: see backends.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class Vendor:
     """How a vendor's driver, its libraries and its devices show themselves on any machine."""
 
     name: str  # as Device.vendor has it
-    title: str  # what the names of its models begin with
+    title: str  # the beginning of the names of its models
 
     visible: str  # the variable that lists the devices which a process may use, by index or uuid
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
     container: str  # the variable that says which devices a container runtime has let in
     uuid_prefix: str
-    instance_prefix: str  # of the uuids of instances; "": it has none
+    instance_prefix: str  # of the uuids of instances, or "" if it has none
 
     control_node: str  # every process that computes has it open
     compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
-    device_node: str  # and the minor number of the device
+    device_node: str  # followed by the minor number of the device
     nodes: tuple[str, ...]  # the nodes that only users of this driver have open, as globs
-    major: int  # of the nodes of devices; 0: --isolate does not know them
+    major: int  # of the nodes of devices, or 0 if --isolate does not know them
     last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
     capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
-    capability_node: str  # and the minor number of such a node
-    capability_minors: str  # the file that says which of them is which
+    capability_node: str  # followed by the minor number of such a node
+    capability_minors: str  # the file that says which of these nodes is which
     versions: tuple[str, ...]  # files that say the version of the loaded kernel module
 
     def kernel_version(self) -> str | None:
-        """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
+        """Return the version of the loaded kernel module, "580.65.06", or None if it does not say."""
         for path in self.versions:
             if os.path.exists(path):
                 with open(path, encoding="utf-8", errors="replace") as file:
@@ -94,15 +94,15 @@ UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.val
 
 
 def vendor_of(device: Device) -> Vendor:
-    """The vendor of a device; NVIDIA for one that only a later version of gpuguard knows, which recorded it."""
+    """Return the vendor of a device, or NVIDIA if only the later gpuguard that recorded the device knows its vendor."""
     return VENDORS.get(device.vendor, NVIDIA)
 
 
 def vendor_of_model(name: str) -> str:
-    """The name of the vendor whose title *name*, a model, begins with; else NVIDIA's."""
+    """Return the name of the vendor with whose title the model *name* begins, or NVIDIA's."""
     return next((vendor.name for vendor in VENDORS.values() if name.startswith(vendor.title)), NVIDIA.name)
 
 
 def names_instance(uuid: str) -> bool:
-    """Whether it is the uuid of an instance, or the beginning of one, rather than of a whole device."""
+    """Return whether *uuid* is that of an instance, or the beginning of one, rather than of a whole device."""
     return uuid.upper().startswith(INSTANCE_PREFIXES)

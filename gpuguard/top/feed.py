@@ -1,12 +1,12 @@
-"""Where `gpuguard top` gets its scenes from: what the daemon saw while that is new enough, else the driver.
+"""Where `gpuguard top` gets its scenes from: the daemon's last sample while that is new enough, else the driver.
 
-The driver is asked in a process of its own.  Every call here may take seconds, when a driver hangs: the screen makes
-them in a thread.  Draws nothing.
+The driver is asked in a process of its own.  Every call here may take seconds when a driver hangs, so the screen makes
+them in a thread.  This module draws nothing.
 
-Memory, processes and utilization are read every time, 9 driver calls per device; power, temperature and health of one
-device in four, in turns, 8 more for those.  All of them at once would be 17 for each, and the driver serves one caller
-at a time.  The first sample reads everything.  Clocks, errors, video and PCIe, 21 more calls, are read in the same
-turns, and only while they are shown.
+Memory, processes and utilization are read every time, with 9 driver calls per device.  Power, temperature and health
+take 8 more calls and are read from one device in four, in turns: all at once they would make 17 calls per device, and
+the driver serves one caller at a time.  The first sample reads everything.  Clocks, errors, video and PCIe take 21 more
+calls.  They are read in the same turns, and only while they are shown.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ SAMPLING_THREAD = "gpuguard-samples"  # in which the screen uses a feed
 EVERY_TIME = frozenset({model.MEMORY, model.PROCESSES, model.PROCESS_DETAILS, model.UTILIZATION})
 IN_TURNS = frozenset({model.POWER, model.THERMAL, model.HEALTH})
 TURNS = 4
-SLOW_DEVICES = 2  # of which model.SLOW_GROUPS are read in one sample, at most
+SLOW_DEVICES = 2  # at most so many have their model.SLOW_GROUPS read in one sample
 
 
 def groups(before: Snapshot | None, new: frozenset[str] = frozenset()) -> frozenset[str]:
-    """What to read of all devices, after *before*; *new* was not wanted until now."""
+    """Return the groups to read of all devices after the sample *before*; *new* holds those not wanted until now."""
     if before is None:
         return model.WHO_FIELDS | new
-    # Only model.HEALTH finds the instances of a divided device, and without them their processes would be gone.
+    # Only model.HEALTH finds the instances of a divided device, and without these their processes would be missing.
     return EVERY_TIME | new | ({model.HEALTH} if any(device.mig_mode for device in before.devices) else set())
 
 
 def due_devices(number: int, now: Snapshot, turns: int = TURNS) -> list[str]:
-    """The uuids of the devices of *now* whose turn it is in the *number*-th sample, each once in *turns*."""
+    """Return the uuids of the devices of *now* whose turn it is in the *number*-th sample, each once in *turns*."""
     whole = [device.uuid for device in now.devices if not device.parent_uuid]
     return whole[number % turns :: turns]
 
@@ -64,7 +64,7 @@ def due_devices(number: int, now: Snapshot, turns: int = TURNS) -> list[str]:
 def merged(
     before: Snapshot | None, now: Snapshot, read: frozenset[str], wanted: frozenset[str] = model.WHO_FIELDS
 ) -> Snapshot:
-    """*now*, with what is *wanted* and was not *read* this time as it was *before*.
+    """Return *now*, with those groups that are *wanted* but were not *read* this time as they were *before*.
 
     A device that fails keeps nothing but its name.
     """
@@ -81,7 +81,7 @@ def merged(
 
 
 def refreshed(now: Snapshot, more: Snapshot, read: frozenset[str] = IN_TURNS) -> Snapshot:
-    """*now* with what *more* has *read*, of some devices."""
+    """Return *now* with the groups that were *read* into *more*, which has some of the devices."""
     fresh = {device.uuid: device for device in more.devices}
     names = {name for group in read for name in model.GROUPED_FIELDS[group]}
     devices = tuple(
@@ -101,14 +101,14 @@ def _completed(now: Device, before: Device | None, kept: set[str]) -> Device:
 
 
 def _fails(device: Device) -> bool:
-    """Whether it does not answer at all: what was read before says nothing about it any more."""
+    """Return whether a device does not answer at all, so that earlier readings say nothing about it any more."""
     values = (device.memory_total, device.temperature, device.power_draw, device.compute_mode)
     return bool(device.problems) and values == (None,) * len(values)
 
 
 POLICY_FILE = "/etc/gpuguard/policy.yaml"
-LATE_SECONDS = 0.5  # a daemon that samples as often as the screen is drawn may be late by so much
-QUEUE_SECONDS = 5.0  # a plan of the queue costs more than a sample, and changes slowly
+LATE_SECONDS = 0.5  # how late a daemon may be that samples as often as the screen is drawn
+QUEUE_SECONDS = 5.0  # between two plans of the queue, because one costs more than a sample and changes slowly
 
 
 class SceneFeed:
@@ -116,14 +116,14 @@ class SceneFeed:
 
     Args:
         backend: name of the backend.
-        open_backend: opens it, when the driver is needed for the first time.
+        open_backend: opens it when the driver is needed for the first time.
         find_directory: finds the directory of the claims.
-        choose_log: decides in which audit log a signal is written, before the first one.
+        choose_log: decides, before the first signal, which audit log signals are written to.
 
     Attributes:
         more: groups of fields beside WHO_FIELDS that are shown.
         every: seconds between two scenes; once the daemon's sample is older, the driver is asked.
-            None: the daemon's is good enough.
+            None if the daemon's sample is good enough.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class SceneFeed:
         find_directory: Callable[[], LockDirectory],
         choose_log: Callable[[], object],
     ) -> None:
-        self.tree = False  # whether a scene has the processes above those that compute
+        self.tree = False  # whether a scene has the ancestors of the processes that compute
         self.more: frozenset[str] = frozenset()
         self.every: float | None = None
         self.source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
         self._find_directory, self._choose_log = find_directory, choose_log
-        self._before: Snapshot | None = None  # of the driver, with ...
-        self._wanted: frozenset[str] = frozenset()  # ... these groups
+        self._before: Snapshot | None = None  # the last snapshot from the driver
+        self._wanted: frozenset[str] = frozenset()  # the groups that it was to have
         self._samples = self._driver_samples = 0
         self._host = HostUses()
         self._queue: tuple[float, tuple[tuple[Ticket, str], ...]] = (float("-inf"), ())
@@ -147,15 +147,15 @@ class SceneFeed:
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
     def sample(self) -> Scene:
-        """The machine now.  Raises GpuguardError when neither the daemon nor the driver tells."""
+        """Sample the machine now.  Raises GpuguardError if neither the daemon nor the driver tells."""
         snapshot, age = self.source.joined()
         if age and self.every and age > self.every + LATE_SECONDS:
-            self.source.fresh, self.every = True, None  # once: the user may still choose the daemon's
+            self.source.fresh, self.every = True, None  # only once, because the user may still choose the daemon's
             snapshot, age = self.source.joined()
         if snapshot.recorded:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
         stats = process_facts(snapshot)
-        # The daemon's snapshot may be the same as before: rates need the time of now.
+        # Rates need the current time, because the daemon's snapshot may be the same as before.
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
             self._queue = snapshot.clock, self._planned(snapshot)
@@ -167,7 +167,7 @@ class SceneFeed:
         )
 
     def send(self, action: ActionName, process: ProcessIdentity, devices: tuple[str, ...]) -> ActionOutcome:
-        """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
+        """Signal a process by hand.  Raises GpuguardError if the driver cannot be asked about it."""
         self._choose_log()
         operator = Operator(self.source.backend(), audit_log.append, self._limits, self._protected)
         return signal_process(operator, action, process, devices)
@@ -187,26 +187,26 @@ class SceneFeed:
                 if due:
                     now = refreshed(now, backend.sample(turn, due), turn)
         except GpuguardError:
-            self._before = None  # once it answers again, everything is read anew
+            self._before = None  # so that everything is read anew once it answers again
             raise
         self._before, self._wanted = now, wanted
         return now
 
     def _planned(self, snapshot: Snapshot) -> tuple[tuple[Ticket, str], ...]:
-        """Who waits, in order, and when each is expected to start."""
+        """Return the tickets in the queue, in order, each with a text that says when it is expected to start."""
         try:
             directory = self._find_directory()
             if not read_tickets(directory)[0]:
                 return ()
             queue = read_queue(directory, snapshot)
         except (GpuguardError, OSError):
-            return ()  # the claims are missing too, and that is said
+            return ()  # the claims are missing as well, and the screen says so
         return tuple((position.ticket, start_text(position, queue)) for position in queue.positions)
 
 
 def host_meters(*, is_first: bool) -> HostMeters:
-    """CPU, memory and swap of the machine; CPU is a rate, so the first sample knows none."""
-    import psutil  # not above: man pages are made of the commands where no package is installed
+    """Read CPU, memory and swap of the machine; CPU is a rate, so it is unknown in the first sample."""
+    import psutil  # not above, because man pages are made from the commands where no package is installed
 
     cpu, memory, swap = psutil.cpu_percent(), psutil.virtual_memory(), psutil.swap_memory()
     used = memory.total - memory.available
@@ -216,14 +216,14 @@ def host_meters(*, is_first: bool) -> HostMeters:
 
 
 def _above(stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
-    """Every process that was looked up."""
+    """Return every process that was looked up, by its pid."""
     known = {pid: stat for pid, stat in stats.items() if stat and stat.start_time is not None}
     return {pid: Ancestor(stat.parent, *_user_and_command(pid, stat.start_time)) for pid, stat in known.items()}
 
 
 @lru_cache(maxsize=10_000)
 def _user_and_command(pid: int, _: float | None) -> tuple[str | None, tuple[str, ...] | None]:
-    """Of a process with that start time, read once."""
+    """Read the user and the command of a process, once for each start time that its pid has had."""
     words = (read_memory(pid, "cmdline") or b"").rstrip(b"\0")
     command = tuple(word.decode("utf-8", "surrogateescape") for word in words.split(b"\0")) if words else None
     try:
@@ -233,7 +233,7 @@ def _user_and_command(pid: int, _: float | None) -> tuple[str | None, tuple[str,
 
 
 def site_rules(path: str) -> tuple[Thresholds, Protected]:
-    """What the site's policies find too much, and what they never touch; nothing of both where they cannot be read."""
+    """Return the thresholds of the site's policies and what they never touch, both empty if they cannot be read."""
     if not os.access(path, os.R_OK):
         return Thresholds(), Protected()
     file = load_policies(path)

@@ -1,6 +1,6 @@
-"""What a backtest showed, for people and as JSON: who would have been hit and when; and what came of unit tests.
+"""The results of a backtest, for people and as JSON: which jobs would have been hit and when; and of unit tests.
 
-Does not judge: see gpuguard.backtest.
+This module does not judge: see gpuguard.backtest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BlindSpots = Sequence[tuple[str, str, str]]  # see backtest.blind_spots
 def backtest_lines(
     result: Backtest, recording: Recording, policies: Sequence[str], blind: BlindSpots = (), *, each: bool
 ) -> Iterator[str]:
-    """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
+    """Yield the text: what was looked at, what each policy did, and what that was worth; with *each*, every act."""
     jobs = recording.jobs()
     yield from _headline(result, recording, len(jobs))
     if each and result.acts:
@@ -72,7 +72,7 @@ def backtest_lines(
 
 
 def _headline(result: Backtest, recording: Recording, jobs: int) -> Iterator[str]:
-    """What was looked at, and its pauses."""
+    """Yield the size of the recording, and its pauses."""
     span = recording.rows[-1].time - recording.start
     machines = format_count(len({row.host for row in recording.rows}), "machine")
     yield (
@@ -130,7 +130,7 @@ def _worth(policy: str, ended: Sequence[PredictedEnd], result: Backtest, jobs: i
 def backtest_json(
     result: Backtest, recording: Recording, path: str, policies: Sequence[str], blind: BlindSpots = ()
 ) -> dict[str, Any]:
-    """One object for programs."""
+    """Return the results as one object for programs."""
     return {
         "schema": 1,
         "path": path,
@@ -173,7 +173,7 @@ def _policy_json(name: str, result: Backtest) -> dict[str, Any]:
 
 
 def clock_text(moment: float, recording: Recording) -> str:
-    """A time of the recording: a date where it has one, else the time since its start."""
+    """Return a time of the recording: a date if the recording has dates, else the time since its start."""
     if recording.dated:
         return local_time(moment, "%Y-%m-%d %H:%M:%S")
     return format_duration(moment)
@@ -184,7 +184,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def trial_lines(trial: Trial) -> Iterator[str]:
-    """One line per test, more for a failure."""
+    """Yield one line per test, and more for a failure."""
     for path, fault in trial.faults:
         yield from fault.lines(neutralise(path))
     path = neutralise(trial.path)
@@ -237,7 +237,7 @@ def _differences(outcome: TestOutcome) -> Iterator[str]:
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:
-    """One object per file."""
+    """Return one object per file."""
     return {
         **picked(trial, "path", "policies"),
         "ok": not trial.faults and all(outcome.passed for outcome in trial.outcomes),

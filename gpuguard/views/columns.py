@@ -1,7 +1,7 @@
 """The columns of all tables in which a row is a device: `who`, `who --hosts` and `top`.
 
 `query` has nvidia-smi's columns, which stand with the fields of a device: see model.DeviceField.  The state comes last
-everywhere and is no column here: it is not a fact of the device alone.
+everywhere and is no column here, because it is not a fact of the device alone.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from gpuguard.model import DEVICE_FIELDS, Device
 from gpuguard.sanitize import neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_rounded
 
-WIDE, WIDEST = 120, 170  # columns of a screen of `top` from which on it has room for more
+WIDE, WIDEST = 120, 170  # columns from which on a screen of `top` has room for more
 
 
 @dataclass(frozen=True)
 class DeviceColumn:
-    """One column: its heading, and what stands in it for a device."""
+    """One column: its heading, and the text that it has for a device."""
 
     head: str
     field: str  # of Device
-    text: Callable[[Device], str | None] | None = None  # where the value with its unit is not what is shown
+    text: Callable[[Device], str | None] | None = None  # if not the value with its unit
     align: str = ">"
     in_who: bool = False
-    in_fleet: bool = False  # a line of `who --hosts`, which has room for less
-    in_top_from: int | None = None  # columns of its screen; None: not at all, or as a bar
+    in_fleet: bool = False  # in a line of `who --hosts`, which has room for less
+    in_top_from: int | None = None  # columns of its screen; None if it is not shown there, or as a bar
     width: int = 0  # in `top`
 
     @property
     def group(self) -> str | None:
-        """The group of fields with which it is read, or None if it always comes along."""
+        """The group of fields with which it is read, or None if it is always read."""
         return DEVICE_FIELDS[self.field].group if self.field in DEVICE_FIELDS else None
 
     def known(self, device: Device) -> str | None:
-        """What stands in it for *device*, or None if that is not known."""
+        """Return the text of the column for *device*, or None if that is unknown."""
         if self.text:
             return self.text(device)
         value, unit = getattr(device, self.field), DEVICE_FIELDS[self.field].unit
         return None if value is None else format_bytes(value) if unit in ("B", "B/s") else format_rounded(value, unit)
 
     def cell(self, device: Device) -> str:
-        """What is printed for *device*."""
+        """Return the text that is printed for *device*."""
         return self.known(device) or NOT_AVAILABLE
 
 
@@ -58,7 +58,7 @@ def _pstate(device: Device) -> str | None:
 
 
 def _link(device: Device) -> str | None:
-    """Generation and lanes: ``"5x16"``."""
+    """Return the generation and the lanes, ``"5x16"``, or None if one is unknown."""
     known = device.pcie_generation is not None and device.pcie_width is not None
     return f"{device.pcie_generation}x{device.pcie_width}" if known else None
 
@@ -88,5 +88,5 @@ FLEET_COLUMNS = tuple(column for column in DEVICE_COLUMNS if column.in_fleet)
 
 
 def top_columns(width: int) -> tuple[DeviceColumn, ...]:
-    """The columns beside its bars that `top` has on a screen of *width* columns."""
+    """Return the columns that `top` has beside its bars on a screen of *width* columns."""
     return tuple(column for column in DEVICE_COLUMNS if column.in_top_from is not None and column.in_top_from <= width)
