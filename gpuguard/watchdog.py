@@ -1,7 +1,7 @@
 """The watchdog: sample -> judge -> act -> record, again and again.  step() is the whole program.
 
 Policies decide, actions do, and both leave an Event, so this file only passes things on: it fills the view that rules
-judge by, keeps the engine's memory between samples, and chooses when to sample next.  Does not read policy files: see
+judge by, keeps the engine's memory between samples, and chooses when to sample next.  It reads no policy files: see
 daemon.
 """
 
@@ -57,9 +57,9 @@ from gpuguard.users import accountable_uids, user_name
 T = TypeVar("T")
 
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
-RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: sample again soon
+RISING_MEMORY = 0.02  # of a device's memory: sample again soon if its use has risen by more than this
 RISING_CELSIUS = 3.0
-SLOWER = 1.5  # times longer after each sample in which nothing rose
+SLOWER = 1.5  # the factor by which the pause grows after each sample in which nothing rose
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 
 BREAKER = RuleKind(
@@ -69,20 +69,20 @@ BREAKER = RuleKind(
         "en": "Look whether what the policy judges by is right: `gpuguard who --fresh`, `gpuguard doctor`.",
         "zh": "请检查策略所依据的数据是否正确：`gpuguard who --fresh`、`gpuguard doctor`。",
     },
-)  # no rule, but what a message says of one
+)  # it is no rule, but has everything that a message says about one
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteRules:
-    """All that a policy file tells a watchdog: one value, because half of one file and half of another is neither."""
+    """All that a policy file tells a watchdog: one value, so that half of one file never meets half of another."""
 
     policies: tuple[Policy, ...] = ()
     interval: tuple[float, float] = INTERVAL  # seconds, shortest and longest, between two samples
-    protected: Protected = field(default_factory=Protected)  # who is never touched
-    per_minute: int = JOBS_PER_MINUTE  # jobs that are signalled at most
-    per_hour: int = JOBS_PER_HOUR  # jobs that are ended at most
+    protected: Protected = field(default_factory=Protected)  # the users and programs that are never touched
+    per_minute: int = JOBS_PER_MINUTE  # the most jobs that are signalled
+    per_hour: int = JOBS_PER_HOUR  # the most jobs that are ended
     longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt what is theirs
     notifier: Notifier | None = None  # sends messages, as notify.Sender
     personal: frozenset[str] = frozenset()  # names of its targets that write to the user who is meant
@@ -91,22 +91,22 @@ class SiteRules:
 
 
 class Watchdog:
-    """Guards the devices of this machine by policies, in a thread of its own or in that of the caller.
+    """Guards the devices of this machine by policies, in a thread of its own or in the caller's.
 
         with Watchdog(open_backend("nvml"), policies, on_event=print):
             ...
 
     Args:
         backend: where samples come from; better one in a process of its own, because drivers hang.
-        policies: decoded.  May be replaced at any time; the escalations of a policy that changed start anew.
-        directory: of the claims; None: no claims are known, and none is judged by.
-        enforce: the first of two switches, the policy has the other.  Without it everything happens but the last call.
-        on_event: told each Event, after it was written down.
-        on_sample: told each snapshot, and the seconds until the next one.
+        policies: decoded.  They may be replaced at any time; the escalations of a policy that changed start anew.
+        directory: of the claims, or None: then no claims are known, and nothing is judged by them.
+        enforce: the first of two switches; the policy has the other.  Without it everything happens but the last call.
+        on_event: called with each Event, after it was written down.
+        on_sample: called with each snapshot and the seconds until the next one.
         notifier: sends messages, as notify.Sender.
         interval: (shortest, longest) seconds between samples.
-        append: writes an Event down; False when it could not, and then nothing is done.
-        share_host_pids: act although this is not the first pid namespace, because its pids are the driver's.
+        append: writes an Event down and returns whether it could; if not, nothing is done.
+        share_host_pids: whether to act although this is not the first pid namespace, because its pids are the driver's.
     """
 
     extra_fields: Callable[[], frozenset[str]] = frozenset  # groups of fields that others want in the next sample
@@ -125,32 +125,32 @@ class Watchdog:
         append: Callable[[Event], bool] = audit_log.append,
         share_host_pids: bool = False,
     ) -> None:
-        # May be replaced at any time, by any thread: a step reads it once, at its beginning.
+        # Any thread may replace this value at any time, because a step reads it once, at its beginning.
         self.site_rules = SiteRules(policies=tuple(policies), interval=interval, notifier=notifier)
         self.kept: Kept = {}  # exempted by `gpuguard keep`
-        self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
+        self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # as in RuleView, for each sample
         self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
-        self.only_looks = False  # beside another guard, which quarantines and ends that
+        self.only_looks = False  # runs beside another guard, which sets and lifts quarantines
         self.pause = interval[0]  # seconds to the next sample
-        self.last_round = time.monotonic()  # when the loop came round
+        self.last_round = time.monotonic()  # when the loop last came round
         self.problem: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
         self._memory, self._host, self._needs = EngineMemory(), HostUses(), needs_of(())
         self._claims, self._first_seen = ClaimWatcher(), FirstSeen()
-        self._judging = threading.Lock()  # held while the memory changes, and ...
-        self._judged_by = SiteRules()  # ... the rules that it is about: those of the last step
+        self._judging = threading.Lock()  # held while _memory and _judged_by change
+        self._judged_by = SiteRules()  # the rules of the last step, which _memory is about
         self._view: RuleView | None = None
-        # (uuid, pid) of listed processes that have ended: samples in a row, and whose it was
+        # (uuid, pid) of a listed process that has ended -> samples in a row, and the user it belonged to
         self._ended: dict[tuple[str, int], tuple[int, str | None]] = {}
         self._hidden = set[str]()  # ids of claims that count as none
         self._there_first = set[tuple[SubjectIdentity, int, str]]()  # processes that were there before a claim
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
-        self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
-        self._refused: dict[PendingKey, tuple[int, str]] = {}  # which step was not taken when it was tried, and why
+        self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: the step, and until which clock
+        self._refused: dict[PendingKey, tuple[int, str]] = {}  # the step that was tried but not taken, and why
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
-        self._awaited = list[PastAction]()  # what ended processes lately, until what came of it is written down
+        self._awaited = list[PastAction]()  # actions that ended processes, until their effect is written down
         self._pauses = Pauses(directory, self._record)
         self._context = ActionContext(
             backend,
@@ -169,7 +169,7 @@ class Watchdog:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policies of site_rules; may be set, too."""
+        """The policies of site_rules, which you may also set here."""
         return self.site_rules.policies
 
     @policies.setter
@@ -177,7 +177,7 @@ class Watchdog:
         self.site_rules = replace(self.site_rules, policies=tuple(policies))
 
     def step(self) -> Judgement:
-        """Sample once, and do what is due; what was judged.  Raises BackendError: nothing could be read."""
+        """Sample once, do what is due, and return the judgement.  Raises BackendError if nothing could be read."""
         rules, before, limits = self.site_rules, self._view, self._context.limits
         limits.per_minute, limits.per_hour = rules.per_minute, rules.per_hour
         if rules.policies is not self._needs.policies:
@@ -198,10 +198,10 @@ class Watchdog:
             self._judged_by = rules
         is_new = before is None or before.clock != self._view.clock
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
-            self._drop(self._pending)  # what waited through a pause without a sample has no reason any more
+            self._drop(self._pending)  # steps that waited through a pause without samples have no reason any more
         self._act(judgement.verdicts, rules)
         self._write_effects(snapshot)
-        self._end_pauses(owed=self._context.enforce)  # or they are those of a guard beside which this one only looks
+        self._end_pauses(owed=self._context.enforce)  # else they are of a guard beside which this one only looks
         self._note(judgement.notes)
         self._note_there_first(self._view, rules.policies)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, rules.interval)
@@ -211,12 +211,12 @@ class Watchdog:
         return judgement
 
     def status(self) -> tuple[PolicyStatus, ...]:
-        """Every condition that holds since the last sample; from any thread."""
+        """Return every condition that holds as of the last sample.  Any thread may call this."""
         with self._judging:
             return policy_status(self._judged_by.policies, self._memory, self._deferred, self._refused, dict(self.kept))
 
     def processes(self, snapshot: Snapshot) -> Processes:
-        """What /proc says of the processes of *snapshot*: read now, if the last step did not."""
+        """Return what /proc says about the processes of *snapshot*, read now if the last step did not read it."""
         view = self._view
         return view.seen if view and view.seen and view.snapshot is snapshot else process_facts(snapshot)
 
@@ -231,10 +231,11 @@ class Watchdog:
                 failures = 0
                 self._report_problem(None)
             except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
-                # A fault of ours is no load on the driver; and no time counts between samples that come too seldom.
+                # Only failures of the driver make pauses longer and longer.  A fault of ours is no load on the driver,
+                # and no time would count between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
                 self.pause = min(RETRY_SECONDS, self.site_rules.interval[1] * 2 ** min(failures, 8))
-                with suppress(Exception):  # of the callback
+                with suppress(Exception):  # which the callback raises
                     self._report_problem(error)
                 if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
                     self._end_pauses("whether its condition holds has been unknown for long")
@@ -242,9 +243,9 @@ class Watchdog:
             stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
     def remember(self, past: Iterable[PastAction], last: Snapshot | None = None) -> None:
-        """Let *past* actions, the oldest first, count for the limits as if this watchdog had done them.
+        """Count *past* actions, the oldest first, towards the limits as if this watchdog had done them.
 
-        *last*: what the watchdog before saw last in this boot, so that claims are as old as that one knew them.
+        *last* is the last snapshot in this boot of the watchdog before this one, so that claims keep the age it knew.
         """
         for action in past:
             self._context.limits.record(action)
@@ -254,14 +255,14 @@ class Watchdog:
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
     ) -> None:
-        """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*; from any thread.
+        """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*.
 
-        With *uid* and *device*: that user on that device, and no other user there.
+        With *uid* and *device*, only that user is left alone on that device.  Any thread may call this.
         """
         marks = {("uid", uid), ("claim", claim), ("device", device)}
         if uid is not None and device is not None:
             marks = {("claim", claim), ("uid on device", f"{uid} {device}")}
-        # A new dict each time: a step that is under way reads the one that it has.
+        # A new dict each time, because a step that is under way goes on reading the one that it has.
         mark = KeptMark(until_clock)
         self.kept = {**self.kept, **{(kind, name): mark for kind, name in marks if name is not None}}
 
@@ -272,7 +273,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, seconds: float = 5.0) -> bool:
-        """Take no further step; whether the one that was under way has ended within *seconds*."""
+        """Take no further step, and return whether the one that was under way has ended within *seconds*."""
         self._stop.set()
         if self._thread:
             self._thread.join(seconds)
@@ -295,7 +296,7 @@ class Watchdog:
         return replace(joined, claims=self._first_seen.dated(joined.claims, snapshot.clock, snapshot.taken_at))
 
     def _note_hidden(self, directory: LockDirectory, claims: Iterable[ClaimRecord]) -> None:
-        """Leave an Event for each claim whose lock no process has open, once as long as that lasts."""
+        """Leave an Event for each claim whose lock no process has open, once while that lasts."""
         before, self._hidden = self._hidden, {claim.id for claim in claims if claim.hidden}
         for claim in claims:
             if claim.id in self._hidden - before:
@@ -317,7 +318,7 @@ class Watchdog:
                 )
 
     def _note_there_first(self, view: RuleView, policies: Sequence[Policy]) -> None:
-        """Leave an Event for each process that is no trespasser because it was there before the claim, once."""
+        """Leave one Event for each process that is no trespasser because it was there before the claim."""
         judged = any(rule.kind.finds_trespassers for policy in policies for rule in policy.rules)
         there_first = {
             (identity_of(process_subject(device, process)), claim.uid, claim.id): (device, process, claim)
@@ -347,9 +348,9 @@ class Watchdog:
         self._there_first = set(there_first)
 
     def _note_ended(self, snapshot: Snapshot) -> None:
-        """Leave an Event for each process that the driver still lists after its end, once as long as that lasts.
+        """Leave an Event for each process that the driver still lists after its end, once while that lasts.
 
-        At the second sample: every process that ends may be met between the driver's list and /proc.
+        It comes at the second sample, because any process may end between the driver's list and the look at /proc.
         """
         known, self._ended = self._ended, {}
         before = self._view.snapshot.devices if self._view else ()
@@ -391,16 +392,16 @@ class Watchdog:
         )
 
     def _member(self, process: ProcessIdentity) -> JobMember:
-        """What the last sample says of the job of *process*."""
+        """Return what the last sample says about the job of *process*."""
         index = self._memory.index
         rows = index.processes.get(process) if index else None
         return member_of(next(iter(rows.values())), index.view) if index and rows else alone(process)
 
     def _act(self, verdicts: Sequence[Verdict], rules: SiteRules) -> None:
-        """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
+        """Take the steps that are due now, and those that had to wait and still hold, each subject's in their order."""
         assert self._view is not None
         named = {policy.name: policy for policy in rules.policies}
-        # What waits goes on while its condition was found in this sample, by the same policy.
+        # A step that waits stays only if the same policy has found its condition in this sample.
         self._drop(
             (name, subject)
             for (name, subject), due in self._pending.items()
@@ -443,13 +444,13 @@ class Watchdog:
                     refused[key] = verdict.step, outcomes[0].why or outcomes[0].word
                     with self._judging:
                         self._memory.not_taken(verdict, snapshot.clock)
-                    due.clear()  # what comes after it comes after it
+                    due.clear()  # the steps after it wait until it is taken
             if not due:
                 del self._pending[key]
         self._deferred, self._refused = deferred, refused
 
     def _drop(self, keys: Iterable[PendingKey]) -> None:
-        """Forget steps that have had to wait, and were not taken."""
+        """Forget steps that had to wait and were not taken."""
         for key in tuple(keys):
             del self._pending[key]
             with self._judging:
@@ -458,7 +459,7 @@ class Watchdog:
     def _write_to_owners(
         self, verdict: Verdict, outcomes: Iterable[actions.ActionOutcome], context: ActionContext
     ) -> None:
-        """Let the personal targets of a policy tell the users what it did to them: a warning before is no answer."""
+        """Let the personal targets of a policy tell users what it did to them, which a warning before could not say."""
         assert self._view is not None
         done = {outcome.pid for outcome in outcomes if outcome.word in ("sent", "done")}
         policy = next((policy for policy in self._judged_by.policies if policy.name == verdict.policy), None)
@@ -476,7 +477,7 @@ class Watchdog:
                 self._isolate(verdict.policy, partial(actions.act, message, self._view.snapshot, context))
 
     def _end_pauses(self, why: str | None = None, *, owed: bool = True) -> None:
-        """Let go on what this guard, or one before it, has paused: all of them with *why*, or those that are over."""
+        """End pauses that this guard or one before it began: all if *why* is given, else those that are over."""
 
         def why_over(pause: Pause, live: bool) -> str | None:
             policy = next((policy for policy in self._judged_by.policies if policy.name == pause.policy), None)
@@ -487,7 +488,7 @@ class Watchdog:
         self._isolate("pauses", partial(self._pauses.settle, why_over, owed=owed))
 
     def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
-        """Whether the condition behind *verdict* holds on the driver's answer of now, and its policy is unchanged."""
+        """Return whether the condition behind *verdict* holds on a fresh *snapshot*, and its policy is unchanged."""
         policy = next((policy for policy in self.policies if policy.name == verdict.policy), None)
         if policy not in self._judged_by.policies or self._view is None or self._stop.is_set():
             return False
@@ -505,7 +506,7 @@ class Watchdog:
         return self._isolate(policy.name, holds) is True
 
     def _isolate(self, policy: str, do: Callable[[], T]) -> T | None:
-        """The result of *do*; None, and a line, when it raises what was not foreseen: the other policies go on."""
+        """Return the result of *do*, or None, with an Event, if it fails unforeseen, so that other policies go on."""
         try:
             return do()
         except Exception as error:  # noqa: BLE001  what one user brings about must not be in favour of all
@@ -544,7 +545,7 @@ class Watchdog:
             self._noted.add(key)
 
     def _write_effects(self, snapshot: Snapshot) -> None:
-        """Leave an Event for each process that was to be ended: that it has, or that it is still there."""
+        """Leave an Event for each process that was to be ended, saying that it has ended or is still there."""
         clock, awaited = boot_clock(), self._awaited
         self._awaited = []
         for past in awaited:
@@ -555,7 +556,7 @@ class Watchdog:
                 continue
             after = format_duration(max(1, ceil(age)))
             text = f"still there after {after}" if alive else f"ended within {after}"
-            if is_over and past.memory_used:  # else it was not known
+            if is_over and past.memory_used:  # otherwise it was unknown
                 text += ", and its memory is back"
             elif not alive and not is_over:
                 text = f"ended, but its memory is still in use after {after}"
@@ -592,7 +593,7 @@ class Watchdog:
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
 
     def _report_problem(self, error: Exception | None) -> None:
-        """Leave an Event when the loop meets a problem, another one, or comes out of it."""
+        """Leave an Event when the loop meets a problem, when the problem changes, and when it is over."""
         message = None
         if error is not None:
             message = str(error) if isinstance(error, BackendError) else f"a fault inside gpuguard: {error!r}"
@@ -605,10 +606,10 @@ class Watchdog:
             self._publish()
 
     def _record(self, event: Event) -> bool:
-        # What is left out of the log still goes to the callback: metrics count it.
+        # An event that is left out of the log still goes to the callback, because metrics count it.
         written = not self._quota.admits(event, boot_clock()) or self._append(event)
         if not written:
-            # What is not written down is not done.
+            # An action that is not written down is not done.
             outcome = "not done" if event.outcome == "about to" else event.outcome
             event = replace(event, outcome=outcome, recorded=False)
         self._unpublished.append(event)
@@ -618,7 +619,7 @@ class Watchdog:
         for event in self._quota.left_out(boot_clock()):
             self._unpublished.append(event)
             self._append(event)
-        # Only after everything is done: a callback that fails must not come between a line of the log and its signal.
+        # Callbacks come last, because one that fails must not come between a line of the log and its signal.
         events, self._unpublished = self._unpublished, []
         for event in events:
             if self._on_event:
@@ -626,7 +627,7 @@ class Watchdog:
 
 
 def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[float, float]) -> float:
-    """Seconds until the next sample: at once when something rises, later and later while nothing does."""
+    """Return the seconds until the next sample: the shortest pause if something rises, else longer and longer ones."""
     shortest, longest = interval
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
 
@@ -646,28 +647,28 @@ def _rise(before: float | None, now: float | None) -> float:
 
 
 def _uids(snapshot: Snapshot) -> frozenset[int]:
-    """Whose processes and claims are in it."""
+    """Return the uids that have processes or claims in *snapshot*."""
     users = [process.uid for device in snapshot.devices for process in device.processes or ()]
     return frozenset({uid for uid in users if uid is not None} | {claim.uid for claim in snapshot.claims})
 
 
 def _zone(taken_at: float) -> float:
-    """Seconds east of UTC, at the time of the snapshot: summer time may begin while the watchdog runs."""
+    """Return seconds east of UTC at the time of the snapshot: summer time may begin while the watchdog runs."""
     return float(time.localtime(taken_at).tm_gmtoff)
 
 
 RECORDED_FIELDS = WHO_FIELDS.union(*(rule.kind.needs.fields for rule in RULES.values()))  # what any rule can ask for
-RECORDED_LIMITS = (parse_host_memory_amount("10%"),)  # of the machine's memory: who has less is no case for a policy
+RECORDED_LIMITS = (parse_host_memory_amount("10%"),)  # of the machine's memory: no policy is about a user who has less
 
 
 class ViewReader:
-    """Reads what policies judge by, for a recording; rates are since the read before.  Judges and writes nothing."""
+    """Reads what policies judge by, for a recording; rates are since the read before.  It judges and writes nothing."""
 
     def __init__(self, backend: Backend, directory: LockDirectory | None) -> None:
         self._backend, self._directory, self._hosts = backend, directory, HostUses()
 
     def read(self) -> RuleView:
-        """The machine now.  Raises BackendError."""
+        """Read the machine now.  Raises BackendError."""
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = {process.pid: stat_of(process.pid) for device in snapshot.devices for process in device.processes or ()}
         host, groups = self._hosts.sample(snapshot, stats, debuggers=True), self._hosts.groups(snapshot)

@@ -15,7 +15,7 @@ from gpuguard.model import DEVICE_FIELDS, Device
 from gpuguard.sanitize import neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_rounded
 
-WIDE, WIDEST = 120, 170  # columns from which on a screen of `top` has room for more
+WIDE, WIDEST = 120, 170  # columns with which a screen of `top` has room for more
 
 
 @dataclass(frozen=True)

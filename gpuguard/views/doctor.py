@@ -29,35 +29,35 @@ _SIMULATE = N_("To try gpuguard without a GPU: `gpuguard sim start`, then give e
 
 @dataclass(frozen=True)
 class DoctorFacts:
-    """What was found on the machine.  None: could not be told."""
+    """What was found on the machine; None means that it could not be found out."""
 
     host: str
     backend: str
     uid: int
     error: BackendError | None = None  # why there is no snapshot
     snapshot: Snapshot | None = None
-    answer_seconds: float | None = None  # until the driver had answered
-    library_error: str | None = None  # of loading libnvidia-ml.so.1; None: it loads
+    answer_seconds: float | None = None  # until the driver answered
+    library_error: str | None = None  # of loading libnvidia-ml.so.1, or None if it loads
     glibc: bool = True  # without it that library loads nowhere
     kernel_version: str | None = None  # of the loaded kernel module
     device_nodes: tuple[str, ...] = ()  # /dev/nvidia0 ...
     lock_path: str | None = None
-    lock_owner: int | None = None  # None: anybody's files in a sticky directory
+    lock_owner: int | None = None  # None for a sticky directory with files of all users
     lock_missing: bool = False
     lock_error: str | None = None
-    lock_faults: tuple[str, ...] = ()  # of each device whose lock files this user cannot use, what is wrong
-    keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
-    broker_error: str | None = None  # why it gives none
+    lock_faults: tuple[str, ...] = ()  # what is wrong with each device whose lock files this user cannot use
+    keeper: int | None = None  # the owner of the lock files, where the daemon alone gives the locks
+    broker_error: str | None = None  # why the daemon gives none
     daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
-    daemon_silent: bool = False  # a daemon was started there, and does not answer
-    daemon_trouble: str | None = None  # why it does not serve its metrics
-    daemon_unguarded: str | None = None  # what the policy file says and the daemon does not do
-    left_paused: int = 0  # processes that a policy has paused, where no daemon runs that would end that
-    line_path: str | None = None  # of the site's file for the queue, where there is one
-    line_faults: tuple[str, ...] = ()  # in it
-    line_last_good: bool = False  # whether the last good one holds meanwhile
+    daemon_silent: bool = False  # whether a daemon was started there but does not answer
+    daemon_trouble: str | None = None  # why the daemon does not serve its metrics
+    daemon_unguarded: str | None = None  # what the policy file says but the daemon does not do
+    left_paused: int = 0  # processes that a policy has paused, while no daemon runs that would end the pause
+    line_path: str | None = None  # of the site's file for the queue, if there is one
+    line_faults: tuple[str, ...] = ()  # in that file
+    line_last_good: bool = False  # whether the last good file holds meanwhile
     file_system: str | None = None  # of lock_path
-    full_log: str | None = None  # an audit log for whose next line there is no room
+    full_log: str | None = None  # an audit log that has no room for its next line
     room: Room | None = None  # for what users write in lock_path
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
@@ -71,18 +71,18 @@ class DoctorFacts:
 
     @property
     def simulated(self) -> bool:
-        """Whether the node exists only in a file, so that nothing of the driver applies."""
+        """Whether the node exists only in a file, so that no check of the driver applies."""
         return self.backend.startswith("simulated")
 
     @property
     def recorded(self) -> bool:
-        """Whether it is of another time, so that nothing can be claimed."""
+        """Whether the snapshot is of another time, so that nothing can be claimed."""
         return self.backend.startswith(RECORDED)
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: str
@@ -94,19 +94,19 @@ Finding = tuple[str, str, str | None]  # status, found, advice
 
 
 def checks(facts: DoctorFacts) -> tuple[Check, ...]:
-    """Every check that applies, in the order of CHECKS."""
+    """Return the results of all checks that apply, in the order of CHECKS."""
     findings = ((name, check(facts)) for name, check in CHECKS.items())
     return tuple(Check(name, *finding) for name, finding in findings if finding)
 
 
 def worst(found: Sequence[Check]) -> str:
-    """The gravest status among *found*."""
+    """Return the gravest status among *found*."""
     return max((check.status for check in found), key=(OK, WARNING, FAULT).index, default=OK)
 
 
 def _library(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or facts.backend.startswith(("smi", "replay")):
-        return None  # it is not needed
+        return None  # the library is not needed
     if facts.library_error is None:
         return OK, _("libnvidia-ml.so.1 loads"), None
     if not facts.glibc:
@@ -491,7 +491,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
 def to_text(
     facts: DoctorFacts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
-    """A line per check, what to do behind an arrow below it, and the sum of it all."""
+    """Return a line per check, its advice behind an arrow below it, and then the number of faults and warnings."""
     kind = _("SIMULATED node on ") if facts.simulated else ""
     lines = [
         paint(
@@ -513,7 +513,7 @@ def to_text(
 
 
 def to_json(facts: DoctorFacts, found: Sequence[Check]) -> dict[str, Any]:
-    """The object that docs/json.md describes."""
+    """Return the object that docs/json.md describes."""
     return {
         "schema": 1,
         "host": facts.host,

@@ -1,6 +1,7 @@
-"""Events of the audit log for people: which are wanted, each as a row of a table or, for a journal, as a line.
+"""Events of the audit log for people: the wanted ones, each as a row of a table or, for a journal, as a line.
 
-What users wrote (notes, commands, names) is neutralised.  Does not read the log: see history.audit_log.
+Text that users wrote (notes, commands, names) is neutralised.  This module does not read the log: see
+history.audit_log.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from gpuguard.users import user_name
 from gpuguard.views.text import padded, table
 
 MOST_DEEDS = 5  # that `who` shows a user
-# By these the guard knows its actions again after a restart; people know them by user, pid and policy.
+# The guard recognises its actions by these facts after a restart; people recognise them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "job", "launch", "clock_seconds", "boot"})
 _HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
-_LEAST = (14, 16, 5, 8, 0)  # columns, so that what comes later stands under what was there (--follow)
-_STOP = re.compile(r"(?<!\.)[.。]$")  # of a sentence, where facts follow
-_OUTCOMES = {"settled": "ended"}  # of the JSON, in words for people
-# What else has another name in other languages: the names of facts, and outcomes of older versions.
+_LEAST = (14, 16, 5, 8, 0)  # columns, so that later rows line up with earlier ones (--follow)
+_STOP = re.compile(r"(?<!\.)[.。]$")  # at the end of a sentence, if facts follow
+_OUTCOMES = {"settled": "ended"}  # outcomes of the JSON, in words for people
+# Other words that have translations: the names of facts, and outcomes of older versions.
 FACTS = (
     N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"), N_("wall_time"), N_("peak_memory"),
     N_("mean_utilization"), N_("energy"), N_("until"), N_("container"), N_("target"), N_("users"), N_("count"),
@@ -37,7 +38,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events are asked for; what is empty or None restricts nothing."""
+    """Which events are wanted; a field that is empty or None restricts nothing."""
 
     users: frozenset[str] = frozenset()
     devices: tuple[str, ...] = ()  # uuids or their beginnings
@@ -45,12 +46,12 @@ class EventFilter:
     since: float | None = None  # unix time
 
     def __contains__(self, line: object) -> bool:
-        """Whether the event *line* is one of them."""
+        """Return whether the event *line* is wanted."""
         assert isinstance(line, Mapping)
         if self.since is not None and line["time_unix_seconds"] < self.since:
             return False
-        # In a tuple: of another writer they may be lists, which cannot be looked up in a set.
-        about = (line.get("user"), *str(facts_of(line).get("users") or "").split(", "))  # of a message about several
+        # In a tuple, because another writer's values may be lists, which cannot be looked up in a set.
+        about = (line.get("user"), *str(facts_of(line).get("users") or "").split(", "))  # if it is about several
         if self.users and not any(user in about for user in self.users):
             return False
         if self.policies and facts_of(line).get("policy") not in tuple(self.policies):
@@ -60,19 +61,19 @@ class EventFilter:
 
 
 def in_order(events: Iterable[Line], wanted: EventFilter) -> list[Line]:
-    """Those that are wanted, oldest first."""
+    """Return the events that are wanted, oldest first."""
     return sorted((line for line in events if line in wanted), key=lambda line: line["time_unix_seconds"])
 
 
 def to_json(events: Sequence[Line], torn: int) -> dict[str, Any]:
-    """The object that docs/json.md describes."""
+    """Return the object that docs/json.md describes."""
     return {"schema": 1, "events": [dict(line) for line in events], "unreadable_lines": torn}
 
 
 def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
-    """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU 3 (GPU-1f2e3d4c)  uses 41.0GiB (hogs)"``.
+    """Return ``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU 3 (GPU-1f2e3d4c)  uses 41.0GiB (hogs)"``.
 
-    *labels*: numbers of the devices by uuid, as far as they are known.
+    *labels* holds the numbers of the devices by uuid, as far as they are known.
     """
     pid, uuids = line.get("pid"), devices_of(line)
     facts = [_fact_text(name, value) for name, value in facts_of(line).items() if name not in _FOR_THE_GUARD]
@@ -91,9 +92,9 @@ def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
 
 
 def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool = True) -> list[str]:
-    """``11-20 17:40:02  terminate sent  3  alice  uses 41.0GiB; pid 4711, policy hogs`` and so on, under headers.
+    """Return rows like ``11-20 17:40:02  terminate sent  3  alice  uses 41.0GiB; pid 4711, policy hogs`` under headers.
 
-    *labels*: numbers of the devices by uuid; of one without a number the beginning of its uuid is shown.
+    *labels* holds the numbers of the devices by uuid; a device without a number is shown by the beginning of its uuid.
     """
     rows = [_row(line, labels) for line in lines]
     cells = [
@@ -122,7 +123,7 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
 
 
 def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The cells of to_table() for a page that has words of its own: numbers stay numbers, named with their unit."""
+    """Return the cells of to_table() for a page with words of its own: numbers stay numbers, named with their unit."""
     outcome = str(line.get("outcome", "n/a"))
     return {
         "time": line["time_unix_seconds"],
@@ -137,7 +138,7 @@ def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_user(line: Line) -> bool:
-    """Whether its message is a command, a note or a reason that a user wrote, and no sentence of ours."""
+    """Return whether the message is a command, a note or a reason that a user wrote, and no sentence of ours."""
     kind, facts = line.get("kind"), facts_of(line)
     decided = kind in ("keep", "reserve", "deny", "quarantine") and facts.get("policy") is None
     return decided or "asked_by_uid" in facts or (kind == "claim" and line.get("outcome") in ("started", "seen to end"))
@@ -148,7 +149,7 @@ def _devices_shown(line: Line, labels: Mapping[str, str]) -> list[str]:
 
 
 def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
-    """What a note says behind its message."""
+    """Yield the facts, as (name, value), that a note shows behind its message."""
     facts = facts_of(line)
     by = facts.get("by_uid")
     if line.get("pid") is not None:
@@ -163,13 +164,13 @@ def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
 
 
 def deeds(events: Iterable[Line]) -> list[str]:
-    """The newest lines on what policies did to a user, under a heading; [] for nothing."""
+    """Return the newest lines on what policies did to a user, under a heading, or [] if they did nothing."""
     texts = [f"  {_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
     return [_("what policies did to you within the hour:"), *texts[-MOST_DEEDS:]] if texts else []
 
 
 def _fact_text(name: str, value: object) -> str:
-    """``"peak_memory=10.0GiB"`` of ``peak_memory_bytes``: the number itself stands in the JSON."""
+    """Return ``"peak_memory=10.0GiB"`` for ``peak_memory_bytes``; the number itself is in the JSON."""
     if is_number(value):
         for unit, words in _WORDS.items():
             if name.endswith(unit):
@@ -181,7 +182,7 @@ def _moment(unix: float) -> str:
     return local_time(unix, "%m-%d %H:%M:%S")
 
 
-_WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
+_WORDS: Mapping[str, Callable[[Any], str]] = {  # the first ending that fits is used
     "_unix_seconds": _moment,
     "_seconds": format_duration,
     "_bytes": format_bytes,

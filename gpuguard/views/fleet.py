@@ -1,6 +1,6 @@
-"""What other hosts said, for people and for programs: `who`, `queue`, `select` and `top` with --hosts.
+"""The answers of other hosts, for people and for programs: `who`, `queue`, `select` and `top` with --hosts.
 
-Each host is shown under the name by which it was asked for.  Does not ask, and takes only values that
+Each host is shown under the name by which it was asked for.  This module asks no host, and takes only values that
 gpuguard.fleet.answers has checked and made harmless.
 """
 
@@ -37,7 +37,7 @@ _UUID = re.compile(r"[A-Za-z0-9-]{1,80}")
 class FleetSums:
     """One host in numbers."""
 
-    states: Counter[DeviceState]  # of devices; a divided one counts with its instances
+    states: Counter[DeviceState]  # of devices; the instances of a divided one count in its place
     memory_used: float | None
     memory_total: float | None
     utilization: tuple[float | None, ...]  # percent, per device
@@ -46,7 +46,7 @@ class FleetSums:
 
 
 def sums(answer: HostAnswer) -> FleetSums:
-    """What `who --json` of one host comes to."""
+    """Sum up the answer of one host to `who --json`."""
     divided = {device.parent_uuid for device in answer.devices}
     whole = [device for device in answer.devices if device.uuid not in divided]
     return FleetSums(
@@ -60,12 +60,12 @@ def sums(answer: HostAnswer) -> FleetSums:
 
 
 def _state_of(*words: str | None) -> DeviceState:
-    """The first of *words* that this version knows, or unknown."""
+    """Return the first of *words* that is a state this version knows, or "unknown"."""
     return next((state for word in words for state in EXACT_STATES if state == word), "unknown")
 
 
 def in_words(counted: Iterable[FleetSums]) -> str:
-    """``"8 GPUs: 3 free, 5 in use; 2 wait"``, of all of *counted* together."""
+    """Return ``"8 GPUs: 3 free, 5 in use; 2 wait"`` for all of *counted* together."""
     hosts = list(counted)
     states, waiting = sum((host.states for host in hosts), Counter()), sum(host.waiting for host in hosts)
     parts = [f"{states[state]} {_(LABELS[state][0])}" for state in LABELS if states[state]]
@@ -76,16 +76,16 @@ def in_words(counted: Iterable[FleetSums]) -> str:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """Unknown as soon as one of them is: a sum without it would be too small."""
+    """Return the sum, which is unknown as soon as one of *values* is: without that value it would be too small."""
     known = list(values)
     return None if not known or None in known else sum(value for value in known if value is not None)
 
 
 def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
-    """A host of `who --hosts`: its name and sums, and a line per device."""
+    """Return the lines of a host for `who --hosts`: its name and sums, and a line per device."""
     answer = reply.answer
     if answer is None:
-        return []  # the end names all of those together
+        return []  # end_lines() names all of those together
     rows, states = [], []
     for device in answer.devices[:SHOWN_ROWS]:
         states.append(_state_of(device.exact_state, device.state))
@@ -105,7 +105,7 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
 
 
 def _users_of(device: HostDevice, now: float | None) -> str:
-    """``'alice for 2h "note" train.py'`` of the claims, then the users of processes that have none."""
+    """Return ``'alice for 2h "note" train.py'`` for the claims, then the users of processes that have no claim."""
     parts = []
     for claim in device.claims[:_CLAIMS]:
         words = [_name(claim.user)]
@@ -123,10 +123,10 @@ def _users_of(device: HostDevice, now: float | None) -> str:
 
 
 def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
-    """A host of `queue --hosts`: who waits there, and when each is expected to start."""
+    """Return the lines of a host for `queue --hosts`: its requests, and when each is expected to start."""
     answer = reply.answer
     if answer is None or not answer.places:
-        return []  # of most hosts: the end says how many
+        return []  # as for most hosts: idle_queue_lines() says how many
     cells = []
     for ticket in answer.places[:SHOWN_ROWS]:
         waited, why = format_duration(round(ticket.waited_seconds)), shorten(translated(ticket.why), 200)
@@ -138,13 +138,13 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
 
 
 def idle_queue_lines(replies: Sequence[HostReply]) -> list[str]:
-    """On how many hosts no request waits."""
+    """Return the line that says on how many hosts no request waits, if there are any."""
     count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
     return [_("No request waits on {hosts}.").format(hosts=format_count(count, "host"))] if count else []
 
 
 def room(reply: HostReply, form: str, separator: str) -> str | None:
-    """``"0,3"``, the devices of `select --json` there, judged by chosen(); None where there is no room."""
+    """Return ``"0,3"``, the devices of `select --json` there, judged by chosen(), or None if there is no room."""
     devices = reply.answer.devices if reply.answer is not None else ()
     if not devices:
         return None
@@ -153,7 +153,7 @@ def room(reply: HostReply, form: str, separator: str) -> str | None:
 
 
 def chosen(reply: HostReply) -> HostReply:
-    """*reply* to `select`; an error where it names something else than devices, because scripts pass them on."""
+    """Return *reply* to `select`, or an error if it names anything but devices, because scripts pass them on."""
     if reply.answer is None:
         return reply
     devices = reply.answer.devices
@@ -161,13 +161,13 @@ def chosen(reply: HostReply) -> HostReply:
     fault = None
     if not devices or not all(0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid) for device in devices):
         fault = _("its answer names no GPUs")
-    elif len(set(names)) < len(names):  # of such a list CUDA sees none
+    elif len(set(names)) < len(names):  # CUDA sees no device of such a list
         fault = _("its answer names a GPU twice")
     return replace(reply, answer=None, facts=None, error=fault) if fault else reply
 
 
 def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
-    """A line of `select --hosts` on a terminal: the host, and its devices or why there are none."""
+    """Return the line of `select --hosts` on a terminal: the host, and its devices or why there are none."""
     name = reply.host.ljust(max(map(len, hosts)))
     if devices is not None and reply.answer is not None:
         models = Counter(shorten(device.name or NOT_AVAILABLE, 40) for device in reply.answer.devices)
@@ -178,7 +178,7 @@ def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width
 
 
 def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
-    """What users have on all hosts together."""
+    """Return a table of what users have on all hosts together."""
     totals: dict[str, list[HostUser]] = {}
     for reply in replies:
         for user in reply.answer.users[:SHOWN_ROWS] if reply.answer is not None else ():
@@ -197,7 +197,7 @@ def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
 
 
 def end_lines(replies: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
-    """How many hosts answered, and which did not, each with its reason."""
+    """Return lines that say how many hosts answered, and which did not, each with its reason."""
     silent = [reply for reply in replies if reply.error is not None]
     answered = _("{number} of {hosts} hosts answered").format(number=len(replies) - len(silent), hosts=len(replies))
     lines = [answered + (_("; not these:") if silent else ".")]
@@ -206,7 +206,7 @@ def end_lines(replies: Sequence[HostReply], width: int | None, paint: Paint) -> 
 
 
 def to_json(replies: Sequence[HostReply], timeout: float) -> dict[str, Any]:
-    """The object that docs/json.md describes: one object per host, whether it answered or not."""
+    """Return the object that docs/json.md describes: one object per host, whether it answered or not."""
     return {
         "schema": 1,
         "asked": len(replies),
@@ -224,15 +224,15 @@ def to_json(replies: Sequence[HostReply], timeout: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KnownHost:
-    """The last that is known of a host."""
+    """The newest facts that are known of a host."""
 
-    counted: FleetSums | None = None  # None: it has never answered
-    at: float = 0.0  # monotonic, of that answer
+    counted: FleetSums | None = None  # None if it has never answered
+    at: float = 0.0  # monotonic time of that answer
     error: str | None = None  # why the last question has no answer
 
 
 def after(known: KnownHost, reply: HostReply, now: float) -> KnownHost:
-    """*known* and what came now: an error keeps the last answer, and its age says how old that is."""
+    """Return what is *known* after *reply*: an error keeps the last answer, and its age says how old that is."""
     if reply.answer is None:
         return KnownHost(known.counted, known.at, reply.error or reply.refusal)
     return KnownHost(sums(reply.answer), now)
@@ -252,7 +252,10 @@ def page(
     paint: Paint,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Lines: the fleet in sums, then each host; *now* is monotonic, *fleet* has those of which anything is known."""
+    """Return the lines: the fleet in sums, then each host.
+
+    *now* is monotonic; *fleet* has the hosts of which anything is known.
+    """
     silent = sum(known.error is not None for known in fleet.values())
     counted = in_words(known.counted for known in fleet.values() if known.counted)
     title = f"{format_count(len(hosts), 'host')}, {counted}"
@@ -266,7 +269,7 @@ def page(
     heads = [_(head) for head in _HEADS]
     whole = iter(table([row for row in rows if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
     lines = [paint(_fit(f"{local_time(time.time(), '%H:%M:%S')}  {title}", width), "bold"), next(whole)]
-    for host, row in zip(hosts, rows, strict=True):  # why a host is unknown needs the room of its numbers
+    for host, row in zip(hosts, rows, strict=True):  # the reason why a host is unknown needs the room of its numbers
         line = _fit(next(whole) if len(row) > 2 else "  ".join(row), width)
         known = fleet.get(host)
         lines.append(paint(line, "dim" if known is None else "red" if known.error is not None else ""))

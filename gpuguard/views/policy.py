@@ -1,7 +1,7 @@
-"""A policy file in plain sentences: who is meant, when, and what happens then; and what its policies find now.
+"""A policy file in plain sentences: whom it is about, when, and what happens then; and what its policies find now.
 
-Rules and actions are described by the first sentence of their help, so a new one needs nothing here.  Does not read
-files: see policies.files.loader.
+Rules and actions are described by the first sentence of their help, so a new one needs nothing here.  This module reads
+no files: see policies.files.loader.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
 
 
 def sentences(file: PolicyFile, names: Collection[str] | None = None, switch: str = "") -> Iterator[str]:
-    """The lines for a person; one paragraph per policy.
+    """Yield the lines for a person, one paragraph per policy.
 
-    *names*: only of these policies.  *switch*: what becomes of an enforced one, where that is known.
+    *names* limits them to these policies.  *switch* says what becomes of an enforced policy, where that is known.
     """
     count = format_count(len(file.policies), "policy", "policies")
     yield _("{path}: {count}.").format(path=file.path, count=count)
@@ -95,7 +95,7 @@ def _protected(protected: Protected) -> Iterator[str]:
 
 
 def show(known: PoliciesInForce, names: Collection[str] | None) -> Iterator[str]:
-    """The policies that the daemon of this machine judges by, or those of *names*."""
+    """Yield the lines for the policies that the daemon of this machine judges by, or for those of *names*."""
     acts = _("Enforced.") if known.enforcing else _("Dry run: the daemon does not enforce, it only logs.")
     yield from sentences(known.file, names, acts)
     if changed := sorted(known.only_warn if names is None else known.only_warn & set(names)):
@@ -106,7 +106,7 @@ def show(known: PoliciesInForce, names: Collection[str] | None) -> Iterator[str]
 
 
 def reaching(file: PolicyFile, uid: int, groups: Collection[str]) -> list[str]:
-    """The names of the policies that can reach a user: neither for others alone nor sparing all that is theirs."""
+    """Return the names of the policies that can reach a user, neither for others alone nor sparing all of theirs."""
 
     def means(scope: Scope, *others: str) -> bool:
         given = {key for key, value in vars(scope).items() if value is not None}
@@ -196,13 +196,13 @@ def _schedule(policy: Policy) -> Iterator[str]:
 
 
 def first_sentence(noun: type) -> str:
-    """Of the docstring."""
+    """Return the first sentence of the docstring of *noun*."""
     paragraph = " ".join(inspect.cleandoc(noun.__doc__ or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[.])\s+(?=[A-Z])", paragraph)[0]
 
 
 def step_text(step: Step) -> str:
-    """What a step does."""
+    """Describe what a step does."""
     text = _(first_sentence(ACTION_KEYS[step.action]))
     text = f"{step.action}: {text[:1].lower()}{text[1:]}"
     values: list[tuple[str, Any]] = list(step.options)
@@ -228,7 +228,7 @@ def scope_text(scope: Scope) -> str:
 
 
 def written(noun: Any) -> Iterator[tuple[str, str]]:
-    """(key, value as one writes it) of what is not at its default, and of what has no default."""
+    """Yield (key, value as people write it) of each field that is not at its default or has no default."""
     kind: Any = type(noun)
     hints, _required = keys_of(kind)
     for field in fields(noun):
@@ -253,12 +253,12 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 
 
 def status_lines(status: StatusReply, now: float, person: str = "") -> list[str]:
-    """For whom which condition holds since when, what was done, what comes when.
+    """Return a line for each condition that holds: for whom, since when, what was done, and what comes when.
 
     Args:
         status: what the daemon finds.
         now: unix time.
-        person: against whom there is nothing where there is nothing.
+        person: the user to name if no policy has anything against them.
     """
     lines = [_status_line(row, now, status.enforcing and row.enforce) for row in status.standing]
     if status.left_out:
@@ -275,7 +275,7 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
         "user": _("all of it"),
     }.get(row.kind, row.kind)
     user = f"{row.user}, " if row.user else ""
-    device = f"GPU {row.device_label}" if row.device_label else row.device  # a uuid says itself what it is
+    device = f"GPU {row.device_label}" if row.device_label else row.device  # a uuid says by itself what it is
     where = _(" on {device}").format(device=device) if device else ""
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
     done = _(", last step {step}").format(step=_(row.last)) if row.last else ""

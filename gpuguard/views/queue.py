@@ -1,6 +1,6 @@
 """The queue, reservations and Slurm's jobs for people and for programs: `gpuguard queue`, `reserve` and `who`.
 
-Does not plan: see queue.backfill and queue.reservations.
+This module does not plan: see queue.backfill and queue.reservations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 def slurm_text(
     jobs: Sequence[Queued] | str, now: float, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
-    """A table of *jobs*, or why it cannot be shown."""
+    """Return a table of *jobs*, or the reason why it cannot be shown."""
     if isinstance(jobs, str):
         return [_("Slurm does not say who waits there: {jobs}").format(jobs=neutralise(jobs))]
     waiting = sum(job.state == "PENDING" for job in jobs)
@@ -48,7 +48,7 @@ def _slurm_row(job: Queued, now: float) -> list[str]:
 
 
 def slurm_json(jobs: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
-    """The objects that docs/json.md describes; None when Slurm does not answer."""
+    """Return the objects that docs/json.md describes, or None if Slurm does not answer."""
     if isinstance(jobs, str):
         return None
     return [
@@ -62,7 +62,7 @@ def slurm_json(jobs: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
 
 
 def reservations_text(reserved: ReservationCalendar, *, width: int | None = None) -> list[str]:
-    """A table, and the files that do not count below it; nothing where there are none."""
+    """Return a table of the reservations, and below it the files that do not count; nothing if there are none."""
     rows = []
     for status in reserved.statuses:
         reservation, now = status.reservation, reserved.now
@@ -88,7 +88,7 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
 
 
 def state(status: ReservationStatus, now: float) -> str:
-    """``"begins in 3h"``, ``"1 of 2 used"``, ``"over at 09:30 unless alice comes"``."""
+    """Return ``"begins in 3h"``, ``"1 of 2 used"`` or ``"over at 09:30 unless alice comes"``."""
     reservation = status.reservation
     if status.why_not:
         return _("does not count: {why_not}").format(why_not=status.why_not)
@@ -108,12 +108,12 @@ def state(status: ReservationStatus, now: float) -> str:
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
-    """The list that docs/json.md describes; unknown is None."""
+    """Return the list that docs/json.md describes; unknown is None."""
     return [reservation_json(status, reserved.now) for status in reserved.statuses]
 
 
 def reservation_json(status: ReservationStatus, now: float) -> dict[str, Any]:
-    """One of them."""
+    """Return one object of that list."""
     reservation = status.reservation
     return {
         **picked(reservation, "id", "user", "uid", "group", "gid", "num_gpus", "devices", "note"),
@@ -133,7 +133,7 @@ _INDENT = "    "
 def to_text(
     queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
-    """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
+    """Return the screen: a row per request, below it when it starts and why not earlier; then what does not count."""
     host = (_("SIMULATED node ") if queue.snapshot.simulated else "") + neutralise(queue.snapshot.host)
     number = len(queue.positions) + sum(len(file.unread) for file in queue.ignored)
     count = format_count(number, "request") if number else _("no requests")
@@ -174,7 +174,7 @@ def to_text(
 
 
 def _folded(text: str, indent: str, width: int | None) -> list[str]:
-    """*text* in lines of at most *width* columns; one word that is longer is shortened."""
+    """Return *text* in lines of at most *width* columns; a single word that is longer is shortened."""
     if width is None:
         return [indent + text]
     return [shorten(indent + line, width) for line in wrapped(text, width - display_width(indent))]
@@ -195,14 +195,14 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     text = neutralise(start_text(position, queue))
     promise = position.ticket.promise
     if promise is not None and position.start is not None and position.start > promise > queue.now:
-        # Requests that came later go before it.
+        # Requests that came later go before this one.
         text += _("; later than promised ({promise})").format(promise=clock_text(promise, queue.now))
     passing = passing_text(position, queue)
     return _("{text}; {passing}").format(text=text, passing=passing) if passing else text
 
 
 def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
-    """The object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
+    """Return the object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
     return {
         "schema": 1,
         **picked(queue.snapshot, "host", "simulated"),

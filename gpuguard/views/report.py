@@ -1,8 +1,8 @@
 """The report on GPU time as text, JSON, CSV, or one HTML page: tables with the same columns.
 
 The page has no script, nothing from elsewhere, and charts as inline SVG, so that it can be mailed and opened from a
-file.  docs/report.md says what each column means, docs/json.md describes the JSON.  Does not read the usage store: see
-history.report.
+file.  docs/report.md says what each column means, docs/json.md describes the JSON.  This module does not read the
+usage store: see history.report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHARED = "*"
 SHARED_TEXT = N_("Claims shared this GPU, and each counts whole: together they are more than the time of the GPU.")
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
 MAX_NAME = 24
-# The parts of a bar: what, in words, character, in ASCII, colour.
+# The parts of a bar: field, words, character, character in ASCII, colour.
 PARTS = (
     ("used", N_("used"), "█", "#", "green"),
     ("idle", N_("claimed but idle"), "▒", "-", "yellow"),
@@ -41,11 +41,11 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table for people; its text is not neutral yet."""
+    """One column of a table for people; its text is not neutralised yet."""
 
     header: str
     cell: Callable[[Any], str]
-    is_text: bool = False  # of any length, to the left
+    is_text: bool = False  # of any length, aligned to the left
 
 
 HEADS = {
@@ -56,12 +56,12 @@ BY = {"user": N_("user"), "group": N_("group"), "device": N_("GPU"), "claim": N_
 
 
 def _with_hosts(columns: Sequence[Column], report: Report) -> Sequence[Column]:
-    """*columns*, behind one of hosts where there are several."""
+    """Return *columns*, behind a column of hosts if there are several."""
     return [Column(N_("Host"), lambda row: row.host, is_text=True), *columns] if report.watches else columns
 
 
 def usage_columns(report: Report) -> list[Column]:
-    """Those of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
+    """Return the columns of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
     columns = [*_with_hosts([Column(HEADS[report.by], lambda row: row.name, is_text=True)], report)]
     for part in TIMES:
         if part == "claimed":
@@ -127,12 +127,12 @@ WASTER_COLUMNS = (  # of UsageRow
 
 
 def hours(seconds: float | None) -> str:
-    """``"120"``, ``"12.5"``, ``"0.25"``, ``"<0.01"`` of so many (GPU-)seconds; ``"n/a"`` when unknown."""
+    """Return (GPU-)seconds as hours: ``"120"``, ``"12.5"``, ``"0.25"``, ``"<0.01"``, or ``"n/a"`` if unknown."""
     return NOT_AVAILABLE if seconds is None else _number(seconds / HOUR)
 
 
 def kilowatt_hours(joules: float | None) -> str:
-    """``"1.25"`` of so many joules; ``"n/a"`` when unknown."""
+    """Return joules as kWh: ``"1.25"``, or ``"n/a"`` if unknown."""
     return NOT_AVAILABLE if joules is None else _number(joules / KWH)
 
 
@@ -145,7 +145,7 @@ def _number(value: float) -> str:
 
 
 def is_shared(row: UsageRow, report: Report) -> bool:
-    """Whether the claims of a device took more than the time that it was watched: they shared it."""
+    """Return whether the claims of a device took more than the time that it was watched, because they shared it."""
     seen = {(total.host, total.device.uuid): total.seen for total in report.devices}
     return row.claimed > seen.get((row.host, row.device or ""), row.claimed) + 60
 
@@ -175,11 +175,11 @@ def to_text(
     ascii_only: bool = False,
     replies: Sequence[HostReply] = (),
 ) -> list[str]:
-    """The report for people.
+    """Return the report for people.
 
     Args:
-        width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
-        replies: of the hosts that were asked for it.
+        width: columns of the terminal, or None if it goes elsewhere: then bars are left out and nothing is shortened.
+        replies: of the hosts that were asked for their reports.
     """
     watch = report.watch
     title = _("What policies did, {span} {zone}") if report.by == "policy" else _("GPU time by {by}, {span} {zone}")
@@ -193,14 +193,14 @@ def to_text(
 
 
 def _remarks(report: Report, width: int | None) -> list[str]:
-    """What is not known of the time, on which of several hosts."""
+    """Return what is not known of the time, with the name of the host if there are several."""
     if not report.watches:
         return remarks(report.watch, width)
     return [f"{host}: {line}" for host, watch in report.watches.items() for line in remarks(watch, None)]
 
 
 def _parts(report: Report) -> list[Report]:
-    """What has a table of its own: the sums over several hosts, and then each of them."""
+    """Return the reports that have tables of their own: the sums over several hosts, and then each of the hosts."""
     return [*([replace(report, rows=report.sums, watches={})] if report.sums else []), report]
 
 
@@ -263,16 +263,16 @@ def _usage_lines(report: Report, width: int | None) -> list[str]:
 
 
 def _keys(report: Report) -> int:
-    """How many columns say what a row is about: with a host one more, and of policies user, policy and action."""
+    """Return how many columns say what a row is about: one more with hosts, and two more for policies."""
     return 1 + (1 if report.watches else 0) + (2 if report.by == "policy" else 0)
 
 
 def _table_lines(
     columns: Sequence[Column], rows: Sequence[object], width: int | None, longest: int | None = None, keys: int = 1
 ) -> list[str]:
-    """A table, or where that is too wide several, each with the first *keys* columns: half a number is a wrong one.
+    """Return a table, or several that each have the first *keys* columns if one is too wide: half a number is wrong.
 
-    Text in the last column is shortened instead, and that in the first ones where it is *longest*.
+    Text in the last column is shortened instead, and text in the first columns if it is wider than *longest*.
     """
     headers = [_(column.header) if column.header == "kWh" else _(column.header).upper() for column in columns]
     cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
@@ -315,7 +315,7 @@ def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
 
 
 def _logged_table(report: Report) -> tuple[Sequence[Column], Sequence[object], str]:
-    """Columns and rows of what comes from the audit log, and what is said where there are none."""
+    """Return the columns and rows of what comes from the audit log, and the text to show if there are no rows."""
     if report.by == "policy":
         none = _("No policy did anything in this time, nor would have.")
         return _with_hosts(POLICY_COLUMNS, report), report.policies or (), none
@@ -339,7 +339,7 @@ def _log_lines(report: Report, width: int | None) -> list[str]:
 
 
 def to_json(report: Report, host: str, replies: Sequence[HostReply] = ()) -> dict[str, Any]:
-    """The object that docs/json.md describes; *host*: this one, whose rows they are where none is named."""
+    """Return the object that docs/json.md describes; rows that name no host are of *host*, this one."""
     return {
         "schema": 1,
         "host": None if replies else host,
@@ -399,7 +399,7 @@ def _claim_json(claim: ClaimRow, host: str) -> dict[str, Any]:
 
 
 def to_csv(report: Report, host: str) -> list[str]:
-    """A line of names, and one for each user, group, device, claim or step of a policy; what is unknown is empty."""
+    """Return a line of names, and one for each user, group, device, claim or step of a policy; unknown is empty."""
     if report.claims is not None:
         names, rows = list(_claim_json(ClaimRow(""), host)), [_claim_json(row, host) for row in report.claims]
         rows = [{**row, "devices": " ".join(row["devices"])} for row in rows]
@@ -414,7 +414,7 @@ def to_csv(report: Report, host: str) -> list[str]:
 BAR_HEIGHT = 18
 BUCKETS, MARKS = 400, 7  # of a course, which is as wide as the page; on a phone every second mark is left out
 
-# Parts of bars differ in lightness too, for those who cannot tell their colours apart.
+# Parts of bars also differ in lightness, for readers who cannot tell their colours apart.
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1c2430; --faint: #667; --line: #d5dae2;
   --used: #1f7a4d; --idle: #f0b429; --unknown: #b9c0cc; --unclaimed: #c62f3b; --claimed: #cfe0f5; --course: #1c5fb8; }
@@ -455,7 +455,7 @@ td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course {
 
 
 def to_html(report: Report, host: str, now: float, replies: Sequence[HostReply] = ()) -> str:
-    """The whole page, written at the unix time *now*; light or dark as the reader's system is."""
+    """Return the whole page, written at the unix time *now*; it is light or dark as the reader's system is."""
     watch = report.watch
     title = _("What policies did on {host}, {span}") if report.by == "policy" else _("GPU time on {host}, {span}")
     title = title.format(host=_text(host), span=format_span(watch.begin, watch.end))
@@ -531,12 +531,12 @@ def _facts_html(report: Report) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """What strangers wrote, harmless in a page."""
+    """Return text that strangers wrote, made harmless in a page."""
     return escape(neutralise(text))
 
 
 def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequence[str] = ()) -> str:
-    """A table; *bars* stand behind the first column."""
+    """Return a table; *bars* stand behind the first column."""
     kinds = [' class="text"' if column.is_text else "" for column in columns]
     heads = [f"<th{kind}>{escape(_(column.header))}</th>" for kind, column in zip(kinds, columns, strict=True)]
     named = [f' data-head="{escape(_(column.header))}"' if number else "" for number, column in enumerate(columns)]
@@ -586,7 +586,7 @@ def _courses(report: Report) -> list[str]:
 
 
 def _course(course: Mapping[str, Sequence[Point]], begin: float, end: float) -> str:
-    """Utilization over what was claimed, and the times below; text is no part of the drawing, which is stretched."""
+    """Draw utilization over what was claimed, with the times below; the drawing is stretched, so it has no text."""
     names = ("claimed_percent", "utilization_percent")
     claimed, busy = (bucketed(course.get(name, ()), begin, end, BUCKETS) for name in names)
     drawn = [

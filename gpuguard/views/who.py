@@ -1,6 +1,6 @@
 """The screen and the JSON of `gpuguard who`.
 
-docs/json.md describes every field of the JSON, and a test compares the two.  Who uses what is decided by device_state.
+docs/json.md describes every field of the JSON, and a test compares the two.  device_state decides who uses what.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LABELS: Mapping[DeviceState, tuple[str, str]] = {  # (words, colour)
 ENDED = N_("has ended, its memory is still held")  # of a process that the driver goes on listing
 TOTALS = (N_("USER"), N_("GPUS"), N_("PROCESSES"), N_("MEMORY"), N_("CLAIMED"), N_("IDLE"))
 _INDENT = "     "
-_SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
-MOST_CLAIMS = 10  # lines of a user below a device: 8 can share it, but there may be any number of records about it
-# Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
+_SHORTEST_NAME = 16  # columns of a name: "GeForce RTX 4090"
+MOST_CLAIMS = 10  # lines of a user below a device: 8 claims can share it, but any number of records may be about it
+# The screen does not say why other fields are unknown: no SXM module has a fan.  The JSON names all gaps.
 _SHOWN = {"memory_total", "processes", "problems", *(column.field for column in WHO_COLUMNS)}
 _NOT_SHOWN = set(Device.__match_args__) - _SHOWN
 
@@ -58,15 +58,15 @@ def to_text(
     paint: Paint = lambda text, _: text,
     age: float | None = None,
 ) -> list[str]:
-    """The screen: title, devices with their claims and processes, totals per user, who waits, what is not known.
+    """Return the screen: title, devices with their claims and processes, totals per user, requests that wait, gaps.
 
     Args:
         snapshot: of the whole machine, for the title and the gaps of what is shown.
         uses: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
-        unplanned: how many more wait for those.
-        width: columns of the terminal; None (a pipe): nothing is shortened.
-        age: seconds since the daemon read the driver; None: it was read just now.
+        unplanned: texts that say how many more requests wait for those.
+        width: columns of the terminal, or None (a pipe) if nothing is to be shortened.
+        age: seconds since the daemon read the driver, or None if it was read just now.
     """
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width), "bold"), *_device_lines(snapshot, uses, width, paint)]
@@ -80,7 +80,7 @@ def to_text(
             *(shorten(neutralise(text), width) for text in unplanned),
         ]
     if reserved:
-        from gpuguard.views.queue import reservations_text  # loads the queue: only where something is reserved
+        from gpuguard.views.queue import reservations_text  # loads the queue, so only if something is reserved
 
         kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
@@ -108,7 +108,7 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
     cells = [[column.cell(use.device) for column in WHO_COLUMNS] for use in uses]
     for row, use in zip(cells, uses, strict=True):
         row.append(_(LABELS[use.state][0]) + _left(use))
-    if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
+    if width is not None:  # the name gives way to the state, but not one that ends with the profile of a MIG instance
         over = sum(2 + max(map(display_width, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
         name = WHO_COLUMNS.index(NAME)
         room = max(_SHORTEST_NAME, max(display_width(row[name]) for row in cells) - max(0, over))
@@ -132,7 +132,7 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
 
 
 def _left(use: DeviceUse) -> str:
-    """``", shared: 40.0GiB and 6 slots left"``, of a device that is shared."""
+    """Return ``", shared: 40.0GiB and 6 slots left"`` for a device that is shared, or ""."""
     sharing = _sharing(use)
     if not sharing.count:
         return ""
@@ -149,7 +149,7 @@ def _sharing(use: DeviceUse) -> Sharing:
 
 
 def share_left(device: Device, sharing: Sharing) -> int | None:
-    """Bytes of *device* that is not claimed of what is shared."""
+    """Return the bytes of a shared *device* that are not claimed, or None if unknown."""
     left = None if sharing.unknown else memory_left(device, sharing)
     return None if left is None else max(0, left)
 
@@ -211,7 +211,7 @@ def _process_row(running: ProcessUse, use: DeviceUse, snapshot: Snapshot, brief:
 
 
 def total_cells(total: device_state.UserTotal) -> list[str]:
-    """What a user has, below TOTALS."""
+    """Return the cells that stand below TOTALS for a user."""
     devices, processes, claimed, idle = map(str, (total.devices, total.processes, total.claimed, total.idle))
     return [neutralise(user_label(total.user)), devices, processes, format_bytes(total.memory_used), claimed, idle]
 
@@ -224,9 +224,9 @@ def _waiting_row(ticket: Ticket, now: float) -> list[str]:
 
 
 def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[str]:
-    """``"GPU 0, 7: power_draw, temperature: not supported"``, gaps of the same fields and reason together.
+    """Return lines like ``"GPU 0, 7: power_draw, temperature: not supported"``, equal fields and reasons together.
 
-    Only about what the screen shows; *shown*: uuids of its devices, None for all.
+    They are only about what the screen shows; *shown* holds the uuids of its devices, or None for all.
     """
     hidden = set() if shown is None else {device.uuid for device in snapshot.devices} - set(shown)
     unknown: dict[tuple[str | None, str], list[str]] = {}
@@ -253,11 +253,11 @@ def to_json(
     reserved: ReservationCalendar | None = None,
     age: float | None = None,
 ) -> dict[str, Any]:
-    """The object that docs/json.md describes; unknown is None."""
+    """Return the object that docs/json.md describes; unknown is None."""
     index_of = {device.uuid: device.index for device in snapshot.devices}
     reservations = []
     if reserved:
-        from gpuguard.views.queue import reservations_json  # loads the queue: only where something is reserved
+        from gpuguard.views.queue import reservations_json  # loads the queue, so only if something is reserved
 
         reservations = reservations_json(reserved)
     return {

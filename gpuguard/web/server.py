@@ -1,13 +1,14 @@
 """The server of the page: a few paths that only answer GET, and bounds on what clients do with them.
 
-The page shows more than everybody may know, so it needs a token unless the caller does without.  The token comes in the
-address, and the browser is sent to one without it.  What the browser keeps is a cookie that only this run of the server
-accepts, because browsers send cookies to every port of a name, also to the next program at this one.  The name that a
-browser asks for (Host) must be one of ours, so that no other site's script can read the page through a name of its
-own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.  uvicorn alone waits
-without end for a request that never comes and for a client that never reads, and a Unix socket of its own making is
-open to every user: see Connection and listening().  Not by the server of metrics, which is the standard library's
-because it runs in a daemon of root: there each of 200 viewers of a stream would take a thread.
+The page shows more than everybody may know, so it needs a token unless the caller gives none.  The token comes in the
+address, and the browser is redirected to an address without it.  The browser keeps a cookie that only this run of the
+server accepts, because browsers send cookies to every port of a name, and so also to the next program at this port.
+The name that a browser asks for (Host) must be one of ours, so that no other site's script can read the page through a
+name of its own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.  By
+itself, uvicorn waits without end for a request that never comes and for a client that never reads, and a Unix socket
+that it makes is open to every user: see Connection and listening().  The server of metrics does not serve the page: it
+is the standard library's because it runs in a daemon of root, and there each of 200 viewers of a stream would take a
+thread.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None) -> RequestGuard:
-    """The page of *feed*, for browsers that ask for one of *hosts* (without a port) and know the *token*, if any."""
+    """Return the page of *feed*, for browsers that ask for one of *hosts* (no port) and know the *token*, if any."""
 
     @asynccontextmanager
     async def sampling(_: Starlette) -> AsyncIterator[None]:
@@ -125,7 +126,7 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
 
 
 def chinese_words() -> str:
-    """JavaScript that gives the page the words of the log and the sentences that the catalogue has."""
+    """Return JavaScript that gives the page the words of the log and the sentences that the catalogue has."""
     say = catalogue("zh_CN").gettext
     words = *get_args(EventKind), *get_args(EventOutcome), *FACTS
     log, sentences = json.dumps({word: say(word) for word in words}), json.dumps(list(phrases(say)))
@@ -135,7 +136,7 @@ def chinese_words() -> str:
 class Stream(Response):
     """Server-sent events: each frame as soon as there is one, the first at once, until the viewer leaves or end().
 
-    *streams* are all that are being sent; *peer* is whose this one is.
+    *streams* holds all streams that are being sent; *peer* is the one that receives this one: see peer_of().
     """
 
     media_type = "text/event-stream"
@@ -147,14 +148,14 @@ class Stream(Response):
         self._gone: asyncio.Task[None] | None = None
 
     def end(self) -> None:
-        """Count no more, and send no more."""
+        """Send no more, and count this stream no more."""
         if self in self._streams:
             self._streams.remove(self)
         if self._gone:
             self._gone.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it (ASGI)."""
+        """Send the stream (ASGI)."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         if scope["method"] == "HEAD":
             await send(start)
@@ -185,9 +186,9 @@ async def _disconnection(receive: Receive) -> None:
 
 
 def peer_of(scope: Scope) -> str:
-    """Who asks, for what is bounded by user: a user of this machine, or another machine.
+    """Return the sender of a request, for bounds per user: a user of this machine, or another machine.
 
-    "" over a Unix socket, and where it is unknown: the kernel's table may lack a socket when others come and go.
+    Returns "" over a Unix socket, and if it is unknown: the kernel's table may lack a socket when others come and go.
     """
     host, port = scope.get("client") or ("", 0)
     if not host:
@@ -221,7 +222,7 @@ class RequestGuard:
         elif self._token and _tokens_in_query(scope):
             cookie = f"{COOKIE}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
             headers.append((b"set-cookie", cookie.encode("ascii")))
-            if scope["path"] == "/":  # else the token stays in the address, in copied links and in the history
+            if scope["path"] == "/":  # otherwise the token stays in the address, in copied links and in the history
                 app = Response(None, 303, {"location": "./"})
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
@@ -236,7 +237,7 @@ class RequestGuard:
             return 405, "this page only shows: GET\n"
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
-            return 400, "a request has no body\n"  # of which we would read all that comes
+            return 400, "a request has no body\n"  # otherwise we would read all that comes
         names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(names) != 1 or host_of(names[0]) not in self._hosts:
             return 421, "this page is not known by that name: see `gpuguard web --help`, --host\n"
@@ -250,8 +251,8 @@ class RequestGuard:
     def _has_token(self, scope: Scope) -> bool:
         assert self._token
         headers = dict(scope["headers"])
-        # By hand: SimpleCookie takes seconds for 60 KB of backslashes, from clients without a token, and finds nothing
-        # behind a cookie that it does not understand.
+        # Parsed by hand, because SimpleCookie takes seconds for 60 KB of backslashes, which clients without a token can
+        # send, and finds nothing behind a cookie that it does not understand.
         cookies = [cookie.partition("=") for cookie in headers.get(b"cookie", b"").decode("latin-1").split(";")]
         cookie = next((value.strip() for name, _, value in cookies if name.strip() == COOKIE), "")
         given = [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer "), *_tokens_in_query(scope)]
@@ -265,9 +266,9 @@ def _tokens_in_query(scope: Scope) -> list[str]:
 
 @contextmanager
 def listening(host: str, port: int, path: str | None) -> Iterator[socket.socket]:
-    """A socket that listens on *host* and *port*, or at *path*, where only our user and group can connect.
+    """Yield a socket that listens on *host* and *port*, or at *path*, where only our user and group can connect.
 
-    Raises GpuguardError: another program listens there, or we may not.
+    Raises GpuguardError if another program listens there, or if we may not.
     """
     where = path or f"{host}:{port}"
     try:
@@ -286,7 +287,7 @@ def listening(host: str, port: int, path: str | None) -> Iterator[socket.socket]
         listener.close()
         if path is not None:
             with suppress(OSError):
-                if _identity(path) == identity:  # and not that of a program that came after us
+                if _identity(path) == identity:  # it is not that of a program that came after us
                     os.unlink(path)
 
 
@@ -313,52 +314,52 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 class Connection(H11Protocol):
-    """One connection, which ends when its other side keeps us waiting."""
+    """One connection, which ends when the other side keeps us waiting."""
 
     _arriving: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept one; the one that has been silent for longest makes room."""
+        """Accept a connection; if there are too many, the one that has been silent for longest makes room."""
         super().connection_made(transport)
         self._expect_request()
         if len(self.connections) > MAX_CONNECTIONS:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Cancel the timers of the connection."""
         for timer in (self._arriving, self._stalled):
             if timer:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request."""
+        """Take some bytes of a request."""
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before and self._arriving:
             self._arriving.cancel()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Begin to wait for the next request."""
         before = self.cycle
         super().on_response_complete()
-        if self.cycle is before:  # and it is not here already
+        if self.cycle is before:  # the next request is not here already
             self._expect_request()
 
     def shutdown(self) -> None:
-        """The server ends: a stream would go on, and browsers come back by themselves."""
+        """End with the server, because a stream would go on, and browsers come back by themselves."""
         super().shutdown()
         if self.cycle and not self.cycle.response_complete:
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The other side reads too slowly."""
+        """Set a time limit, because the other side reads too slowly."""
         super().pause_writing()
         self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Lift the time limit, because the other side has caught up."""
         if self._stalled:
             self._stalled.cancel()
         super().resume_writing()
@@ -373,7 +374,7 @@ class Connection(H11Protocol):
 
     @property
     def request_due(self) -> float | None:
-        """When its request must be complete; None while it is answered."""
+        """The time when its request must be complete, or None while a request is answered."""
         return None if self._arriving is None or self._arriving.cancelled() else self._arriving.when()
 
     def _expect_request(self) -> None:
