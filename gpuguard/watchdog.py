@@ -230,7 +230,7 @@ class Watchdog:
                 self.step()
                 failures = 0
                 self._report_problem(None)
-            except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
+            except Exception as error:  # noqa: BLE001  the one catch of the loop: a dead guard guards nobody
                 # Only failures of the driver make pauses longer and longer.  A fault of ours is no load on the driver,
                 # and no time would count between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
@@ -296,7 +296,7 @@ class Watchdog:
         return replace(joined, claims=self._first_seen.dated(joined.claims, snapshot.clock, snapshot.taken_at))
 
     def _note_hidden(self, directory: LockDirectory, claims: Iterable[ClaimRecord]) -> None:
-        """Leave an Event for each claim whose lock no process has open, once while that lasts."""
+        """Leave an Event for each claim that counts as none (see ClaimRecord.hidden), once while that lasts."""
         before, self._hidden = self._hidden, {claim.id for claim in claims if claim.hidden}
         for claim in claims:
             if claim.id in self._hidden - before:
@@ -509,7 +509,7 @@ class Watchdog:
         """Return the result of *do*, or None, with an Event, if it fails unforeseen, so that other policies go on."""
         try:
             return do()
-        except Exception as error:  # noqa: BLE001  what one user brings about must not be in favour of all
+        except Exception as error:  # noqa: BLE001  a bug that one user triggers must not help all
             now = time.monotonic()
             if now - self._reported.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
                 self._reported[policy] = now

@@ -220,7 +220,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class NodeDevice:
-    """A device of the node.  Values that `sim set` did not set are None and follow from the processes."""
+    """A device of the node.  Courses that `sim set` did not set are None: they follow from the processes."""
 
     index: int
     uuid: str

@@ -6,7 +6,7 @@
 One run of the program costs 0.1 s per device and more, so the backend nvml is the better one wherever it works.
 
 Every driver writes other words for "not known" ("N/A", "[Not Supported]", "ERR!", "Requested functionality has been
-deprecated", ...), so none of them is listed: a text that is no number with the right unit is a gap, and is its reason.
+deprecated", ...), so numbers do not go by a list of them: a text that is no number with the right unit is a gap, and is its reason.
 The identity of a process comes from /proc, which knows only this machine as it is now, so the processes of a saved file
 stay pids with a name.
 """
@@ -290,7 +290,7 @@ def note_missing(reading: SmiReading) -> None:
 
 
 def read_memory(reading: SmiReading) -> None:
-    """Read memory_*: all of them, or none."""
+    """Read memory_*: all of them or none, but for memory_reserved, which old drivers do not report."""
     words = {name: reading.word(f"fb_memory_usage/{name}") for name in ("total", "used", "free", "reserved")}
     total, used, free, reserved = (None if word is None else mebibytes(word) for word in words.values())
     if total is None or used is None or free is None:

@@ -40,7 +40,7 @@ class HostUse:
 
 @dataclass(frozen=True)
 class UserUse:
-    """What all processes of a user together take of the machine, or more.  None means unknown."""
+    """What all processes of a user that can be read take of the machine together.  None means unknown."""
 
     user: str  # the name
     cpu: float | None = None  # percent of one core, since some seconds ago

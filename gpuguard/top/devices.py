@@ -63,7 +63,7 @@ def device_lines(
 
 
 def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
-    """Return *uses* without the whole devices that are free, and a text that names those: ``"free: 5-12, 40"``."""
+    """Return *uses* without the whole devices that are free, and a text that names those: ``"9 free: 5-12,40"``."""
     kept = [use for use in uses if use.state != "free" or use.device.parent_uuid]
     free = [use.device.index for use in uses if use.state == "free" and not use.device.parent_uuid]
     return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
@@ -232,7 +232,7 @@ def _power(device: Device, limits: Thresholds) -> BarMeter:
 
 
 def _state(scene: Scene, use: DeviceUse) -> list[Part]:
-    """Return the state in words: ``"in use: alice (ablation 3) 2h"``."""
+    """Return the state in words: ``in use: alice 2h "ablation 3"``."""
     words, colour = LABELS[use.state]
     parts: list[Part] = [(_(words), colour)]
     if use.reason:

@@ -215,7 +215,7 @@ def step_text(step: Step) -> str:
 
 
 def scope_text(scope: Scope) -> str:
-    """``users alice, bob on devices 0, 1``."""
+    """Return whom a scope means: ``users alice, bob and at the same time devices 0, 1``."""
     parts = []
     if scope.users is not None:
         parts.append(_("users") + " " + ", ".join(sorted(map(user_name, scope.users))))

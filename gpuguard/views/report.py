@@ -61,7 +61,7 @@ def _with_hosts(columns: Sequence[Column], report: Report) -> Sequence[Column]:
 
 
 def usage_columns(report: Report) -> list[Column]:
-    """Return the columns of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
+    """Return the columns of users, groups or devices, in GPU-hours, without those of which nothing can be said."""
     columns = [*_with_hosts([Column(HEADS[report.by], lambda row: row.name, is_text=True)], report)]
     for part in TIMES:
         if part == "claimed":
@@ -504,7 +504,7 @@ def to_html(report: Report, host: str, now: float, replies: Sequence[HostReply] 
 
 
 def _facts_html(report: Report) -> list[str]:
-    """What a reader who reads nothing else should know, in whole numbers."""
+    """Return the few numbers for a reader who reads nothing else."""
     divided = {total.device.parent for total in report.devices}
     devices = [total for total in report.devices if total.device.uuid not in divided]
     seen = sum(total.seen - total.claimed_unknown for total in devices)
