@@ -6,9 +6,9 @@
 One run of the program costs 0.1 s per device and more, so the backend nvml is the better one wherever it works.
 
 Every driver writes other words for "not known" ("N/A", "[Not Supported]", "ERR!", "Requested functionality has been
-deprecated", ...), so numbers do not go by a list of them: a text that is no number with the right unit is a gap, and is its reason.
-The identity of a process comes from /proc, which knows only this machine as it is now, so the processes of a saved file
-stay pids with a name.
+deprecated", ...), so numbers do not go by a list of them: a text that is no number with the right unit is a gap, and is
+its reason.  The identity of a process comes from /proc, which knows only this machine as it is now, so the processes of
+a saved file stay pids with a name.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class _Planner:
         return starting
 
     def estimated(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
-        """The planned start of each ticket when each starts as soon as there is room and takes as long as earlier jobs."""
+        """The planned starts if each ticket starts once there is room and takes as long as earlier jobs."""
         machine = replace(self.machine, ends=self.machine.estimates)
         planner = _Planner(machine, self.usage, self.rules, self.now, self.late)
         planner.is_estimate, planner.started = True, self.started
