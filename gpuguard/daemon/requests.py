@@ -1,13 +1,14 @@
-"""What the daemon does with a request: one table, request -> handler.
+"""The handlers of the daemon's requests: one table, request -> handler.
 
-    keep, end                   every user, for own processes and claims: see exemptions
-    release                     every user own claims, while nothing computes under them; the administrator any
+    keep, end                   every user, for their own processes and claims: see exemptions
+    release                     every user their own claims, while nothing computes under them; the administrator any
     claim, claims               every user, where the daemon gives the locks: see broker
-    events                      what the log has about the user, the newest
+    events                      the newest lines of the log about the user
     status                      the findings of policies about the user, and the next steps; the administrator: all
-    reload, deny, quarantine    the administrator: root, or the user as whom the daemon runs
+    reload, deny, quarantine    the administrator: root, or the user that the daemon runs as
 
-The user is the one that the kernel named (see server), never what a request says.  Does not listen, and judges nothing.
+The user is the one that the kernel names (see server), never the one that a request names.  This module does not listen
+and judges nothing.
 """
 
 from __future__ import annotations
@@ -45,40 +46,40 @@ if TYPE_CHECKING:
     from gpuguard.daemon.broker import Broker
 
 _EVENTS_BYTES = 2**15  # of a reply to `events`: it fits into the buffer of a socket
-_LOG_BYTES = 2**19  # of the log that are looked through for it: about 1,500 lines
+_LOG_BYTES = 2**19  # of the log that are searched for it: about 1,500 lines
 _NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "job", "launch", "clock_seconds", "boot"})
-_STATUS_BYTES = MAX_REQUEST_BYTES - 496  # of a reply to `status` for its rows: what does not fit is counted
+_STATUS_BYTES = MAX_REQUEST_BYTES - 496  # for the rows of a reply to `status`: those that do not fit are counted
 
 Request = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What handlers work with."""
+    """The data and functions that the handlers use."""
 
     directory: LockDirectory  # of the claims
     exemptions: Exemptions  # handles keep and end
     snapshot: Callable[[], Snapshot]  # the latest one, with claims
     interval: Callable[[], float]  # seconds between two samples, at most
     status: Callable[[], tuple[PolicyStatus, ...]]  # the findings of policies
-    append: Callable[[Event], bool]  # writes an Event down; False when it could not
+    append: Callable[[Event], bool]  # writes an Event down; False if it could not
     reload: Callable[[], object]  # has the policy file read again soon
-    policy: str | None = None  # path of that file, None without one
+    policy: str | None = None  # path of that file, or None without one
     enforcing: bool = False  # whether the daemon's own switch is on
-    broker: Broker | None = None  # gives the locks, where that is the daemon's business
-    unguarded: Callable[[], str | None] = lambda: None  # what the policy file says and the daemon does not do
-    trouble: Callable[[], str | None] = lambda: None  # what the daemon should do beside guarding, and cannot
+    broker: Broker | None = None  # gives the locks, where that is the daemon's task
+    unguarded: Callable[[], str | None] = lambda: None  # the parts of the policy file that are not carried out
+    trouble: Callable[[], str | None] = lambda: None  # why the daemon cannot do a task besides guarding
 
 
 def handle(context: RequestContext, uid: int, request: Request) -> Reply:
-    """The reply to a request of *uid*.  Raises GpuguardError when it is refused."""
+    """Return the reply to a request of *uid*.  Raises GpuguardError if it is refused."""
     name = request.get("do")
     handler = HANDLERS.get(name) if isinstance(name, str) else None
     if handler is None:
         raise InvalidRequest(f"this daemon can be asked to {', '.join(HANDLERS)}.")
     if name in ADMINISTRATION and not _is_administrator(uid):
         raise GpuguardError("only root may ask for that: run it with sudo.")
-    # A field with a wrong name, or null, could be missing by mistake, and a missing one means all.
+    # A field with a wrong name or with null may be a mistake, and it must not pass for a missing one, which means all.
     for field, value in request.items() if name in FIELDS else ():
         if field == "do":
             continue
@@ -92,7 +93,7 @@ def handle(context: RequestContext, uid: int, request: Request) -> Reply:
 
 
 def _is_administrator(uid: int) -> bool:
-    """Whether that is root, or the user as whom this daemon runs."""
+    """Return whether *uid* is root or the user that this daemon runs as."""
     return uid in (0, os.geteuid())
 
 
@@ -147,7 +148,7 @@ def _status(context: RequestContext, uid: int, request: Request) -> Reply:
 
 
 def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> PolicyStatusReply:
-    """One finding, as a reply to `status` has it."""
+    """Return one finding in the form of a reply to `status`."""
     subject, boot = status.subject, time.time() - boot_clock()  # unix time of the boot
     device = snapshot.device(subject.device) if snapshot and subject.device else None
     return PolicyStatusReply(
@@ -172,7 +173,7 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
 
 
 def _events(context: RequestContext, uid: int, request: Request) -> Reply:
-    """What the log says about the user who asks, the newest lines that fit; nothing of others, and of messages."""
+    """Return the newest lines of the log about the user who asks, as many as fit; none about others or messages."""
     if uid == identity.overflow_uid():
         raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
     try:
@@ -200,7 +201,7 @@ def _reload(context: RequestContext, uid: int, request: Request) -> Reply:
     if context.policy is None:
         raise InvalidRequest("this daemon was started without a policy file.")
     file = load_in_time(context.policy)
-    context.reload()  # also one with faults: the daemon says so, and keeps the last good one
+    context.reload()  # even if it has faults: the daemon reports them, and keeps the last good one
     first = file.faults[0].lines(file.path)[0] if file.faults else None
     return asdict(ReloadReply(file.path, len(file.policies), len(file.faults), first))
 
@@ -225,7 +226,7 @@ def _restrict(
     name: str,
     user: str | None,
 ) -> Reply:
-    """Set or end one restriction of a kind; only a quarantine, which has no *user*, may be without an end."""
+    """Set or end one restriction of a kind.  Only a quarantine, which has no *user*, may be set without an end."""
     seconds, now, ends = request.get("for_seconds"), time.time(), request.get("end") is True
     if not (0 < seconds <= MAX_SECONDS_OF_ROOT if seconds is not None else user is None or ends):
         raise InvalidRequest("say for how long, in for_seconds: up to a year; or end: true.")
@@ -287,8 +288,8 @@ HANDLERS: Mapping[str, Callable[[RequestContext, int, Request], Reply]] = {
 }
 _TEXT, _INTEGER, _NUMBER, _BOOLEAN = (str,), (int,), (int, float), (bool,)
 _WORDS = {_TEXT: "a text", _INTEGER: "a whole number", _NUMBER: "a number", _BOOLEAN: "true or false"}
-# What each request takes beside `do`.  Not of claim: the broker reads those, and jobs that wait, also of an older
-# gpuguard, send null for what they do not mean.
+# The fields that each request takes besides `do`.  Those of claim are not listed, because the broker reads them and
+# because waiting jobs, including those of an older gpuguard, send null for the fields that they do not use.
 FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "keep": {"for_seconds": _NUMBER, "uid": _INTEGER, "device": _TEXT, "reason": _TEXT},
     "end": {"uid": _INTEGER, "device": _TEXT},

@@ -1,7 +1,8 @@
-"""The watchdog as the service of a machine: one instance, policies that are read again, systemd told how it is.
+"""The watchdog as the service of a machine: a single instance that rereads its policies and reports to systemd.
 
 The main thread handles signals, reads the policy file again when it changes, and tells systemd that the watchdog's
-thread comes round; so it ends within a second whatever the driver does.  Judges and signals nothing: see watchdog.
+thread still completes its rounds.  So the daemon ends within a second, whatever the driver does.  This module judges
+and signals nothing: see watchdog.
 """
 
 from __future__ import annotations
@@ -61,19 +62,19 @@ from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
-PUBLISH_SECONDS = 3.0  # more exactly it need not be known who uses what
-TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is heard at once
-RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
+PUBLISH_SECONDS = 3.0  # between two publications: nobody needs to know more exactly who uses which GPU
+TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is handled at once
+RETRY_SECONDS = 60.0  # between two reads of a file with faults: by then LDAP may be up, or a process may find room
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
-SEND_SECONDS = 0.2  # and for what is still to be sent
+SEND_SECONDS = 0.2  # for data that is still to be sent then
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
 PING_SECONDS = 10.0  # between two signs of life for systemd
-LOG_BYTES = 2**20  # of the log, in which the end of the daemon before is looked for
-BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
+LOG_BYTES = 2**20  # of the log that are searched for the end of the previous daemon
+BEAT_SECONDS = 180.0  # no step takes this long, even if every device hangs; after it, systemd restarts the daemon
 NEVER_FIRES = "a quota of gpu_hours does not fire while it is unknown what was used"
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
-# What could put another user's code into a daemon of root: a fake driver library, a module, a start-up file.
+# These could put another user's code into root's daemon: a fake driver library, a module, a start-up file.
 _DANGEROUS = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
 
 Report = Callable[[str], object]
@@ -81,22 +82,26 @@ Report = Callable[[str], object]
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """What the command line said."""
+    """The settings from the command line."""
 
-    policy: str | None = None  # path of the policy file; None: only observe
+    policy: str | None = None  # path of the policy file, or None to only observe
     enforce: bool = False  # the first switch
-    interval: float | None = None  # seconds at most between samples; None: as the policy file says
+    interval: float | None = None  # seconds at most between samples, or None for those of the policy file
     share_host_pids: bool = False  # act although this is not the first pid namespace
     last_good: bool = True  # guard by the last good text while the policy file has faults
-    once: bool = False  # only look, beside the daemon that runs: nothing that others read is changed
+    once: bool = False  # only look, while another daemon may run: change nothing that others read
 
     def intervals(self, of_file: tuple[float, float]) -> tuple[float, float]:
-        """The shortest and longest seconds between samples; *of_file*: as the policy file has them."""
+        """Return the shortest and the longest seconds between samples; *of_file* are those of the policy file."""
         return of_file if self.interval is None else (min(of_file[0], self.interval), self.interval)
 
 
 def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
-    """Make *environ* safe for a daemon of root; InvalidRequest: libraries of its caller's choice are loaded already."""
+    """Make *environ* safe for root's daemon.
+
+    Raises:
+        InvalidRequest: libraries of its caller's choice are loaded already.
+    """
     if not root:
         return
     libraries = environ.get("LD_LIBRARY_PATH", "")
@@ -114,10 +119,10 @@ def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
 
 
 def _not_roots_alone(path: str) -> str | None:
-    """Why others than root could put a library into the directory *path*; None: they could not."""
+    """Return why users other than root could put a library into the directory *path*, or None if they could not."""
     if not os.path.isabs(path):
         return f"{path!r} is no absolute path"
-    if (real := os.path.realpath(path)) != os.path.normpath(path):  # the directories of all links would count, too
+    if (real := os.path.realpath(path)) != os.path.normpath(path):  # else the directories of all links would count
         return f"{path} goes over a link: write {real}"
     end = real
     while True:
@@ -151,7 +156,7 @@ class Daemon:
         append: Callable[[Event], bool] = audit_log.append,
     ) -> None:
         self._directory, self._settings, self._report, self._append = directory, settings, report, append
-        self._lacking = capabilities.lacking()  # which no process gains while it runs
+        self._lacking = capabilities.lacking()  # no process gains capabilities while it runs
         self._on_event = on_event
         self._sender: Sender | None = None
         self._file_status: tuple[int, ...] | None = None  # of the policy file when it was read
@@ -159,15 +164,15 @@ class Daemon:
         self._faults, self._read_at = 0, 0.0  # of the policy file
         self._last_good: PolicyFile | None = None
         self._state = os.path.dirname(store_path(directory))
-        self._unknown = ""  # names in the file that mean no user any more, when they were last reported
-        self._absent = ""  # likewise, what means no GPU here
+        self._unknown = ""  # names in the file that mean no user any more, as last reported
+        self._absent = ""  # names in the policies that mean no GPU here, as last reported
         self._published, self._published_at = True, 0.0
         self._jobs_seen = JobsSeen()
-        self._lost = 0, 0.0  # events that the log could not take, and when the first of them was
-        self._trouble: str | None = None  # of the broker when it was last tended
+        self._lost = 0, 0.0  # how many events the log could not take, and the time of the first
+        self._trouble: str | None = None  # with the broker when it was last tended
         self._metrics_trouble: str | None = None  # why the metrics are not served, though they should be
-        self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
-        self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the queue could not be read
+        self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # the last sample
+        self.waiting: tuple[Ticket, ...] | None = None  # those that waited then, or None if the queue is unreadable
         self._reload_requested = threading.Event()
         self._recorder = Recorder(store_path(directory), report)
         self._slurm = SlurmNode(say=report)
@@ -183,7 +188,7 @@ class Daemon:
             share_host_pids=settings.share_host_pids,
         )
         self.watchdog.scheduled, self.watchdog.only_looks = self._slurm.given, settings.once
-        # Where this process alone opens the lock files:
+        # There is a broker only where this process alone opens the lock files.
         reader = partial(open_worker, backend.name, desktop_memory=lambda: desktop_memory(lambda: directory))
         self._broker = None if directory.keeper is None else Broker(directory, reader)
         self._upkeep = ClaimUpkeep(directory, self._log)
@@ -192,11 +197,11 @@ class Daemon:
         self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
 
     def once(self) -> tuple[int, Judgement | None]:
-        """Sample twice, since nothing is done by one sample: the exit code, and what was judged at the end."""
+        """Sample twice, because no action follows from one sample; return the exit code and the last judgement."""
         file = self._start() if self._settings.policy else None
         self._remember()
         windows = self._recorder.windows
-        try:  # without a recorder: the usage store is queried once, as by others
+        try:  # no recorder runs here, so the usage store is queried once, as other processes do
             spent = query_store(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
             self.watchdog.gpu_seconds = lambda: spent
         except GpuguardError as error:
@@ -216,15 +221,15 @@ class Daemon:
         return (EXIT_FAULTY if file and file.faults else 0), judgement
 
     def serve(self, open_metrics: Callable[[], object] | None = None) -> int:
-        """Watch until SIGTERM or SIGINT; the exit code.
+        """Watch until SIGTERM or SIGINT, and return the exit code.
 
-        *open_metrics* begins to serve the metrics.  It is called again after a GpuguardError: any user can listen at
-        the address first, and a guard must guard without its numbers, too.
+        *open_metrics* begins to serve the metrics.  It is called again after a GpuguardError, because any user can
+        listen at the address first, and the guard must go on even without its numbers.
         """
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
-            with suppress(OSError):  # what the daemon before was judged by
+            with suppress(OSError):  # of the previous daemon
                 os.unlink(daemon_files(self._directory).file(last_good.POLICIES))
             if self._settings.policy:
                 self._start()
@@ -249,15 +254,15 @@ class Daemon:
             return 0
 
     def _loop(self, wait: Callable[[float], set[int]], open_metrics: Callable[[], object] | None) -> None:
-        """What the main thread does until a signal ends it."""
+        """Do the work of the main thread until a signal ends it."""
         received: set[int] = set()
         sent, pinged = "", 0.0
         while not received & {signal.SIGTERM, signal.SIGINT}:
             received = wait(TICK_SECONDS)
-            # Not in the thread that samples: the users may have many files.
+            # This is not done in the thread that samples, because users may have many files.
             self.waiting = waiting_tickets(self._directory)
             if not self.watchdog.problem:
-                with suppress(GpuguardError, OSError):  # of the files; it is tried again in the next round
+                with suppress(GpuguardError, OSError):  # about the files: the next round tries again
                     record_arrivals_seen(self._directory, self.last, self.waiting or (), time.time())
             self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
             self._look_for_devices()
@@ -276,7 +281,7 @@ class Daemon:
                 notify_systemd("WATCHDOG=1")
 
     def status(self) -> str:
-        """In one line, for `systemctl status`."""
+        """Return the state of the daemon in one line, for `systemctl status`."""
         if number := len(self.watchdog.policies):
             switches = self._settings.enforce, any(policy.enforce for policy in self.watchdog.policies)
             what = f"{format_count(number, 'policy', 'policies')}, {'enforcing' if all(switches) else 'dry run'}"
@@ -291,12 +296,12 @@ class Daemon:
 
     @property
     def faults(self) -> int:
-        """How many the policy file has, with the names in it that mean no user or GPU here."""
+        """The number of faults in the policy file, including the names in it that mean no user or GPU here."""
         unknown = [text for text in (self._unknown, self._absent) if text]
         return self._faults + sum(len(text.split("; ")) for text in unknown)
 
     def unguarded(self) -> str | None:
-        """What the policy file says and the daemon does not do, in words; None: nothing."""
+        """Return in words which parts of the policy file the daemon does not carry out, or None if there are none."""
         if not self._faults or not self._settings.policy:
             return "; ".join(filter(None, (self._unknown, self._absent))) or None
         if not self.watchdog.policies:
@@ -307,7 +312,10 @@ class Daemon:
         return f"the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn"
 
     def _remember(self) -> None:
-        """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
+        """Recall past actions, so that the limits on signals hold across restarts.
+
+        A guard in a crash loop is therefore no more dangerous than another.
+        """
         past = recover_actions(audit_log.events_path(), boot_clock(), time.time())
         last = read_last_state(self._directory, boot_clock(), time.time())
         self.watchdog.remember(past.actions, last)
@@ -315,14 +323,18 @@ class Daemon:
             self._log("daemon", "past unknown", past.problem)
 
     def open_socket(self) -> SocketServer | None:
-        """Listen for requests; None where that is not possible, a GpuguardError if nothing could be claimed then."""
+        """Listen for requests, or return None if that is not possible.
+
+        Raises:
+            GpuguardError: that is not possible, and nothing could be claimed without it.
+        """
         if self._directory.owner is None:
             self._report("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
             return None
         if self._broker:
             if trouble := self._broker.trouble():
                 self._report(trouble)
-            with suppress(GpuguardError, OSError):  # they lock nothing, so they do no harm
+            with suppress(GpuguardError, OSError):  # leftovers lock nothing, so they do no harm
                 self._broker.remove_leftovers()
         watchdog = self.watchdog
         context = RequestContext(
@@ -342,13 +354,13 @@ class Daemon:
         try:
             return SocketServer(self._directory, partial(handle, context))
         except OSError as error:
-            if self._broker:  # the service manager tries it again
+            if self._broker:  # the service manager will start the daemon again
                 raise GpuguardError(f"no user can claim, as no socket can be made: {error}.  See `df`.") from error
             self._report(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 
     def _tend(self, broker: Broker) -> None:
-        """Let *broker* do what is due; what is wrong is written down once, until it is mended or something else."""
+        """Let *broker* do the tasks that are due; log a failure once, until it is mended or another one occurs."""
         try:
             latest = None if self.watchdog.problem else self.last
             for event in (*broker.tend(), *(broker.watch_offers(latest) if self.waiting else ())):
@@ -361,7 +373,7 @@ class Daemon:
         self._trouble = trouble
 
     def _open_metrics(self, open_metrics: Callable[[], object] | None) -> Callable[[], object] | None:
-        """Try to serve the metrics; returns what must be tried again, and says once what is in the way."""
+        """Try to serve the metrics, and log once why that fails.  Returns *open_metrics* if it must be tried again."""
         if open_metrics is None:
             return None
         try:
@@ -375,14 +387,14 @@ class Daemon:
         return open_metrics
 
     def reload_if_changed(self, *, requested: bool = False) -> None:
-        """Read the policy file again where it is time to."""
+        """Read the policy file again if that is requested or due."""
         if self._settings.policy and (requested or version_of(self._settings.policy) != self._file_status):
             self._reload()
         elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= RETRY_SECONDS:
             self._reload(quiet=True)
 
     def _look_for_devices(self) -> None:
-        """Report once what the policies name and this machine does not have."""
+        """Report once the devices that the policies name and this machine does not have."""
         found = "; ".join(text for policy in self.watchdog.policies for text in absent(policy, self.last))
         if self.last.devices and found != self._absent:
             self._absent = found
@@ -394,7 +406,7 @@ class Daemon:
         return self._reload()
 
     def _reload(self, *, quiet: bool = False) -> PolicyFile:
-        """Read the policy file, and report its faults unless *quiet*; with faults the last good one guards on."""
+        """Read the policy file, and report its faults unless *quiet*.  If it has any, the last good one guards on."""
         assert self._settings.policy
         self._reload_requested.clear()
         self._file_status = version_of(self._settings.policy)
@@ -404,7 +416,7 @@ class Daemon:
         if quiet and file.faults:
             return file
         for fault in (*file.faults, *file.warnings) if not quiet else ():
-            for line in fault.lines(file.path, excerpt=False):  # which may hold a secret, such as a token
+            for line in fault.lines(file.path, excerpt=False):  # it may hold a secret, such as a token
                 self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
@@ -426,7 +438,7 @@ class Daemon:
         return file
 
     def _use_last_good(self, faulty: PolicyFile, accounts: Accounts) -> None:
-        """Guard by what *faulty* has unchanged of the last good text: of this daemon, or of the one before."""
+        """Guard by the parts of the last good text (of this or the previous daemon) that *faulty* leaves unchanged."""
         if self._last_good is None and (text := last_good.kept_text(self._state)) is not None:
             kept = parse(text, faulty.path, accounts=accounts, longest=self._settings.interval)
             self._last_good = None if kept.faults else kept
@@ -446,7 +458,7 @@ class Daemon:
             self._report(f"the policy file cannot be kept for the next start: {error}")
 
     def _use(self, file: PolicyFile, last: PolicyFile) -> None:
-        """Judge by *file*: by *last*, a good one, or by what still holds of it."""
+        """Judge by *file*, which is *last* (a good one) or the parts of it that are still in force."""
         templates, former, self._sender = {**TEMPLATES, **file.messages}, self._sender, None
         if file.notify:
             self._sender = Sender(file.notify, self._record, templates, file.longest_keep)
@@ -454,7 +466,7 @@ class Daemon:
         self._fingerprint = file.fingerprint
         self._exemptions.max_seconds = file.longest_keep
         try:
-            if not self._settings.once:  # the snapshots of all commands go by it
+            if not self._settings.once:  # the snapshots of all commands depend on it
                 publish_desktop_memory(self._directory, file.desktop_memory)
                 shown = last_good.public(file, last, enforcing=self._settings.enforce)
                 write_file(daemon_files(self._directory).file(last_good.POLICIES), shown)
@@ -478,14 +490,14 @@ class Daemon:
         if self._recorder.windows and (reason := self._recorder.why_unknown(OPEN_SECONDS)):
             self._report(f"{NEVER_FIRES}: {reason}")
         if former:
-            former.stop(0.0)  # what waits in it still goes out
+            former.stop(0.0)  # messages that wait in it are still sent
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
         if self._settings.once:
             return
         for event in self._jobs_seen.look(snapshot):
-            self._write(event)  # and not into the journal, too
+            self._write(event)  # but not into the journal
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.site_rules.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return
@@ -530,9 +542,9 @@ class Daemon:
 
 @contextmanager
 def single_daemon(directory: LockDirectory) -> Iterator[bool]:
-    """Whether this is the one daemon of the directory, for as long as the block lasts."""
+    """Yield whether this is the only daemon of the directory, which it then stays until the block ends."""
     descriptor = lock_daemon(directory)
-    if descriptor is None:  # it may be the one that is just ending: systemd starts the next at once
+    if descriptor is None:  # the other daemon may be just ending: systemd starts the next at once
         time.sleep(0.2)
         descriptor = lock_daemon(directory)
     try:
@@ -546,7 +558,7 @@ def notify_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
     """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
     address = environ.get("NOTIFY_SOCKET", "")
     if address[:1] in ("/", "@"):
-        # It may be starting anew, and will expect signs of life again; or there is no descriptor left for now.
+        # The service manager may be restarting, and then it will expect signs of life again; or no descriptor is free.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
             messenger.settimeout(1.0)
             messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
@@ -554,8 +566,8 @@ def notify_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def signal_waiter(*numbers: signal.Signals) -> Iterator[Callable[[float], set[int]]]:
-    """A function that waits so many seconds for these signals and returns those that came."""
-    # A pipe instead of blocked signals: hooks would inherit those.
+    """Yield a function that waits at most so many seconds for these signals and returns those that came."""
+    # A pipe is used instead of blocked signals, because hooks would inherit those.
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -576,7 +588,7 @@ def signal_waiter(*numbers: signal.Signals) -> Iterator[Callable[[float], set[in
 
 
 def _was_cut_off() -> bool:
-    """Whether the last daemon of this log was started and never said that it stopped."""
+    """Return whether the last daemon in this log was started and never said that it stopped."""
     try:
         lines = [line for line in audit_log.read_log(audit_log.events_path(), LOG_BYTES) if b'"kind": "daemon"' in line]
     except OSError:

@@ -1,6 +1,6 @@
-"""What the daemon tells the admin about the claim directory: a lock that one user keeps from all, room that runs out.
+"""The daemon's warnings about the claim directory: a lock that one user keeps from all others, room that runs out.
 
-Says each thing once while it lasts.  Changes nothing: root decides.
+Each warning is given once for as long as its cause lasts.  This module changes nothing, because that is up to root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Lock = tuple[str, int]  # a path, and the pid of the process that took its lock
 
 
 class ClaimUpkeep:
-    """Looks at the claim directory now and then; tells *say* what is wrong, as an event's kind, outcome and text."""
+    """A periodic check of the claim directory, which reports faults to *say* as an event's kind, outcome and text."""
 
     def __init__(self, directory: LockDirectory, say: Callable[[EventKind, EventOutcome, str], object]) -> None:
         self._directory, self._say = directory, say
@@ -33,12 +33,12 @@ class ClaimUpkeep:
         self._told: Mapping[str, tuple[EventOutcome, str]] = {}
 
     def look(self, pids_in_queue: Iterable[int | None]) -> None:
-        """Look, if it is time.  *pids_in_queue*: of the processes that wait, which may hold the locks of the queue."""
+        """Check the directory if it is time.  The waiting processes *pids_in_queue* may hold the locks of the queue."""
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        with suppress(OSError):  # it is being removed
+        with suppress(OSError):  # the directory is being removed
             self._held = {lock: self._held.get(lock, now) for lock in self._locks({*pids_in_queue, os.getpid()})}
             late = [lock for lock, since in self._held.items() if now - since >= HELD_SECONDS]
             found = {**self._scarce_room(), **{str(lock): _kept(*lock) for lock in late}}
@@ -51,7 +51,7 @@ class ClaimUpkeep:
         paths = {inode_of(path): path for path in (directory.locks, *glob(directory.lock_path("*")))}
         taken = [(paths[inode], int(pid), kind) for inode, pid, kind in takers_of(paths) or ()]
         of_queue = {directory.locks, directory.lock_path("queue")}
-        # A claim of a share, or of an instance, locks that for itself, and the GPU together with others.
+        # A claim of a share or of a MIG instance locks that for itself, and the GPU jointly with other claims.
         claim = {pid for path, pid, kind in taken if kind == "WRITE" and path not in of_queue}
         for path, pid, kind in taken:
             is_allowed = (
@@ -74,6 +74,6 @@ class ClaimUpkeep:
 
 def _kept(path: str, pid: int) -> tuple[EventOutcome, str]:
     taker = f"pid {pid}"
-    with suppress(OSError):  # it has ended, and another process has the lock open still
+    with suppress(OSError):  # it has ended, and another process still has the lock open
         taker += f" of {user_name(os.stat(f'/proc/{pid}').st_uid)}"
     return "lock kept", f"{taker} keeps {path} locked, so every start is delayed"
