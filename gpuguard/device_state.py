@@ -1,13 +1,14 @@
-"""The one answer to what a device is used for: its state, who computes there, whose a process is, what it is called.
+"""The one place that decides the state of a device, which processes compute there, whose they are, and its name.
 
-All views, metrics, choices and rules decide by these functions.  Reads nothing, /proc comes in as `Processes`; but
-where the desktops of a device are large together, users is asked to whom root has given a uid.
+All views, metrics, choices and rules go by these functions.  They read nothing, because /proc comes in as `Processes`;
+but where the desktops of a device are large together, they ask users to whom root has given a uid.
 
-A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
-made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
-root's (a container) or its owner is not known, to the only claim there.  The last two are guesses, in favour of the
-process.  A record says what its owner likes: the pid in it counts only where the holders cannot be seen, and never for
-a process of another user; and an id alone is no claim, since others may have copied it.
+A process belongs to the claim on the same device whose lock it holds; otherwise to the claim that one of its ancestors
+holds or made (a child started with close_fds does not inherit the lock); otherwise to the claim of the same user;
+otherwise, if root owns the process (a container) or its owner is not known, to the only claim there.  The last two are
+guesses in favour of the process.  A record says whatever its owner likes, so the pid in it counts only where the
+holders cannot be seen, and never for a process of another user.  An id alone is no claim, because others may have
+copied it.
 """
 
 from __future__ import annotations
@@ -23,37 +24,38 @@ from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
 from gpuguard.vendors import vendor_of
 
-# The plain states, the most remarkable first: in JSON and metrics, where scripts know these words only.
+# The plain states, the most remarkable first.  JSON and metrics use them, because scripts know only these words.
 PlainDeviceState = Literal["unhealthy", "unclaimed_use", "in_use", "idle", "claimed", "unknown", "free"]
 DeviceState = Literal[PlainDeviceState, "quarantined", "divided", "reserved"]
 STATES: tuple[PlainDeviceState, ...] = get_args(PlainDeviceState)
 EXACT_STATES: tuple[DeviceState, ...] = get_args(DeviceState)
 
-BEYOND_LIMIT = 2.0  # times its power limit: peaks last for milliseconds, and what lasts longer is no reading
-MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
+BEYOND_LIMIT = 2.0  # times its power limit: real peaks last only for milliseconds, so a higher mean is no true reading
+MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is a different one, or began anew
 IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
-# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
-# there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
+# The memory that driver and firmware may keep for themselves on an idle device, where the driver counts it as used
+# (before 510 there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100
+# 80GB.
 UNKNOWN_RESERVE = 2**30
 
-# pid -> what /proc says; None is "there is no such process", an absent one could not be looked up.
+# pid -> what /proc says, or None if there is no such process; a pid that is absent could not be looked up.
 Processes = Mapping[int, ProcessStat | None]
 
 
-# What uses a device.
+# The use of a device.
 
 
 def desktop_limit(device: Device, tolerance: int = IDLE_TOLERANCE) -> int:
-    """Bytes of *device* that a user's desktop may hold: what the site allows, or a *tolerance* that was raised."""
+    """Return the bytes of *device* that a user's desktop may hold: as the site allows, or a raised *tolerance*."""
     return max(device.desktop_memory, tolerance) if tolerance > IDLE_TOLERANCE else device.desktop_memory
 
 
 def beyond_desktop(device: Device, tolerance: int = IDLE_TOLERANCE) -> frozenset[int]:
-    """The pids that draw on *device* and are more than a desktop, as a program that computes by Vulkan is.
+    """Return the pids that draw on *device* but are more than a desktop, such as a program that computes by Vulkan.
 
-    What all processes of one user that draw hold together is a desktop up to desktop_limit().  Beyond it the largest
-    count as use, until what is left is within that.  Nothing else tells the two apart: any user can make a process
-    draw, and choose its name.
+    All processes of one user that draw count as a desktop while together they hold no more than desktop_limit().
+    Beyond that the largest ones count as use, until the rest is within the limit.  Nothing else tells the two apart,
+    because any user can make a process draw, and choose its name.
     """
     drawing = [process for process in device.processes or () if process.kind in DRAWING and not process.ended]
     sizes = [(process.memory_used, -process.pid, process.uid) for process in drawing if process.memory_used is not None]
@@ -67,9 +69,9 @@ def beyond_desktop(device: Device, tolerance: int = IDLE_TOLERANCE) -> frozenset
 
 
 def computes(process: GpuProcess, device: Device, tolerance: int = IDLE_TOLERANCE) -> bool | None:
-    """Whether *process*, which *device* lists, is more than a desktop there; None: unknown.
+    """Return whether *process*, which *device* lists, is more than a desktop there, or None if that is unknown.
 
-    One that has ended computes no more.  What it left on the device is memory that no process accounts for.
+    A process that has ended no longer computes.  Memory that it left on the device is not accounted for by any process.
     """
     if process.ended or process.kind not in DRAWING:
         return not process.ended
@@ -79,32 +81,32 @@ def computes(process: GpuProcess, device: Device, tolerance: int = IDLE_TOLERANC
 
 
 def may_compute(process: GpuProcess, device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
-    """Whether it computes, or nothing says that it does not."""
+    """Return whether *process* computes, or nothing says that it does not."""
     return computes(process, device, tolerance) is not False
 
 
 def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProcess, ...]:
-    """The listed processes that keep others off the device; no desktop, unless it has the device for itself."""
+    """Return the listed processes that keep others off the device.  A desktop counts only in exclusive-process mode."""
     exclusive = device.compute_mode == "exclusive_process"
     return tuple(
         [
             process
             for process in device.processes or ()
             if may_compute(process, device, tolerance)
-            or (exclusive and process.kind != "graphics")  # also one that has ended
+            or (exclusive and process.kind != "graphics")  # even if it has ended
         ]
     )
 
 
 def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
-    """Bytes that may be in use on *device* (None: on any) while nothing uses it."""
+    """Return the bytes that may be in use on *device*, or on any device if it is None, while nothing uses it."""
     return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
 
 
 def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | None:
-    """Bytes in use that no listed process accounts for; None: unknown.
+    """Return the bytes in use that no listed process accounts for, or None if that is unknown.
 
-    What a list that is not plausible says of processes that compute is not believed.
+    A list that is not plausible is not believed about processes that compute.
     """
     if device.memory_used is None:
         return None
@@ -122,50 +124,50 @@ def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | No
 
 
 def hides_use(device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
-    """Whether more memory is in use than an idle device may hold, by processes that are not listed."""
+    """Return whether processes that are not listed use more memory than an idle device may hold."""
     unlisted = unlisted_memory(device, tolerance)
     return unlisted is not None and unlisted > idle_limit(device, tolerance)
 
 
 def is_idle(device: Device) -> bool:
-    """Whether its utilization is known to be next to nothing."""
+    """Return whether the utilization of *device* is known to be next to nothing."""
     return device.utilization is not None and device.utilization < IDLE_BELOW
 
 
 def usable_devices(snapshot: Snapshot) -> tuple[Device, ...]:
-    """The devices on which jobs can compute: not those that are divided into instances, which stand for them."""
+    """Return the devices on which jobs can compute: the instances of divided devices take the place of those."""
     divided = {device.parent_uuid for device in snapshot.devices}
     if divided == {None}:
         return snapshot.devices
     return tuple([device for device in snapshot.devices if device.uuid not in divided])
 
 
-# Whose it is.
+# The owner of a process or a claim.
 
 
 def claims_readable(snapshot: Snapshot) -> bool:
-    """Whether the claims of *snapshot* are all there; without that, no claim means nothing."""
+    """Return whether all claims of *snapshot* could be read; otherwise the absence of a claim means nothing."""
     return not any(gap.device is None and gap.field == "claims" for gap in snapshot.gaps)
 
 
 def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
-    """The living claims that name *device*, or the device that it is a part of; hidden ones are none."""
+    """Return the living claims that name *device* or the device that it is a part of.  Hidden claims do not count."""
     family = {device.uuid, device.parent_uuid}
     counted = [claim for claim in snapshot.claims if claim.alive and not claim.hidden]
     return tuple([claim for claim in counted if not family.isdisjoint(claim.devices)])
 
 
 def lock_identity(claim: ClaimRecord, *uuids: str | None) -> tuple[object, ...]:
-    """What makes *claim* the same claim on the devices *uuids* as a sample ago: its owner, its id and its locks there.
+    """Return a key that *claim* keeps from sample to sample: the devices *uuids*, its owner, its id, its locks there.
 
-    Its record can be written anew at any time, and a claim that lets go of a lock and takes another is a newer one.
+    Its record can be written anew at any time, and a claim that releases a lock and takes another one is a newer claim.
     """
     names = [name for name in claim.slots or claim.devices if name.partition(".slot")[0] in uuids]
     return *uuids, claim.uid, claim.id, *names
 
 
 def claim_of(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
-    """The claim, of *claims* on its device, that *process* belongs to; None: to none."""
+    """Return the claim, of *claims* on its device, that *process* belongs to, or None if it belongs to none."""
     return started_by(process, claims, stats) or _guessed_claim(process, claims)
 
 
@@ -176,22 +178,22 @@ def _guessed_claim(process: GpuProcess, claims: Sequence[ClaimRecord]) -> ClaimR
 
 
 def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
-    """The claim, of *claims*, whose lock the process or an ancestor of it holds, or whose maker that is.
+    """Return the claim, of *claims*, whose lock *process* or one of its ancestors holds, or which one of them made.
 
-    One of its own user comes first: a lock of another user's may be a copy that it was sent.
+    A claim of the process's own user comes first, because a lock of another user may be a copy that it was sent.
     """
     own = [claim for claim in claims if claim.uid == process.uid]
     return _nearest(process, own, stats) or _nearest(process, claims, stats)
 
 
 def is_blamed_on(process: GpuProcess, claim: ClaimRecord, stats: Processes) -> bool:
-    """Whether *process* belongs to *claim* by more than a copy of its lock, which another user may have been sent."""
+    """Return whether more ties *process* to *claim* than a copy of its lock, which another user may have been sent."""
     stat = stats.get(process.pid)
     return process.uid in (0, claim.uid) or bool(stat and _nearest(replace(process, pid=stat.parent), (claim,), stats))
 
 
 def lineage(pid: int, stats: Processes) -> list[int]:
-    """*pid* and its ancestors, as far as they are known."""
+    """Return *pid* and its ancestors, as far as they are known."""
     found = [pid]
     while (stat := stats.get(pid)) and (pid := stat.parent) > 1 and pid not in found:
         found.append(pid)
@@ -208,7 +210,7 @@ def _nearest(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processe
 
 def _may_have_made(claim: ClaimRecord, pid: int, process: GpuProcess, stats: Processes) -> bool:
     if claim.holders:
-        return False  # who made it is one of them, or has ended; in a container its pid is another one
+        return False  # its maker is one of them, or has ended; in a container the maker's pid is another one
     stat = stats.get(pid)
     uid = process.uid if pid == process.pid else stat.uid if stat else None
     return uid is None or uid == claim.uid
@@ -228,7 +230,7 @@ class ClaimUse:
 
     @property
     def user(self) -> str | None:
-        """The owner; None for a lock that is held without a record."""
+        """The owner, or None for a lock that is held without a record."""
         return self.record.user if self.record.uid >= 0 else None
 
 
@@ -237,31 +239,31 @@ class ProcessUse:
     """A process on one device."""
 
     process: GpuProcess
-    claim: str | None  # id; None: used without a claim
+    claim: str | None  # id, or None if it uses the device without a claim
     stopped: bool | None
-    guessed: bool = False  # that it belongs to the claim: it is only one of the same user, or the only one there
+    guessed: bool = False  # whether the claim is a guess: one of the same user, or the only one there
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device and what goes on there."""
+    """A device with its state, claims and processes."""
 
     device: Device
     state: DeviceState
-    # The same for scripts: of a divided device the most remarkable state of its instances, "unhealthy" of one in
-    # quarantine, "free" of one that is reserved.
+    # The state for scripts: for a divided device the most remarkable state of its instances, "unhealthy" for a
+    # quarantined device, and "free" for a reserved one.
     plain_state: PlainDeviceState
-    reason: str | None  # why unhealthy, in quarantine, reserved or unknown; of use that no process accounts for
-    problems: tuple[str, ...] | None  # of the device, and the quarantine; None: not read
+    reason: str | None  # why unhealthy, quarantined, reserved or unknown; or about use that no process accounts for
+    problems: tuple[str, ...] | None  # those of the device, and the quarantine; None if they were not read
     claims: tuple[ClaimUse, ...]
-    processes: tuple[ProcessUse, ...] | None  # None: the driver gives no list
+    processes: tuple[ProcessUse, ...] | None  # None if the driver gives no list
 
 
 @dataclass(frozen=True)
 class UserTotal:
-    """What one user has on the whole machine."""
+    """The devices, processes and claims of one user on the whole machine."""
 
-    user: str | None  # None: processes whose owner cannot be seen
+    user: str | None  # None for processes whose owner cannot be seen
     devices: int  # with processes of the user
     processes: int
     memory_used: int | None  # bytes
@@ -270,13 +272,14 @@ class UserTotal:
 
 
 def uses(snapshot: Snapshot, stats: Processes | None = None) -> tuple[DeviceUse, ...]:
-    """Each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
+    """Return each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
     quarantined = dict(snapshot.quarantined)
     by_device: dict[str, list[ClaimRecord]] = {}
     for claim in snapshot.claims:
         for uuid in claim.devices:
             by_device.setdefault(uuid, []).append(claim)
-    # Only what can be meant: going through all claims and gaps for each device is work that grows squared.
+    # Each device is given only the claims and gaps that can concern it: to go through all of them for each device is
+    # quadratic work.
     gaps = tuple(gap for gap in snapshot.gaps if gap.device is None)
     found = []
     for device in snapshot.devices:
@@ -287,7 +290,7 @@ def uses(snapshot: Snapshot, stats: Processes | None = None) -> tuple[DeviceUse,
 
 def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapping[str, str]) -> DeviceUse:
     owners = claims_on(snapshot, device)
-    # The owner and the ancestors of a pid from another namespace are those of another process.
+    # For a pid from another namespace, we would see the owner and the ancestors of another process.
     processes = _processes_on(device, owners if device.processes_plausible else (), stats)
     held = [claim for claim in snapshot.claims if claim.alive and device.uuid in claim.devices]
     of_whole = any(claim.alive and device.parent_uuid in claim.devices for claim in snapshot.claims)
@@ -319,7 +322,10 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
 def _usage(
     device: Device, locked: bool, owned: bool, processes: tuple[ProcessUse, ...] | None
 ) -> tuple[PlainDeviceState, str | None]:
-    """The state of a healthy device that a claim is on (*locked*), whose lock a process has open (*owned*); and why."""
+    """Return the state of a healthy device, and why it is in that state.
+
+    *locked* says whether a claim is on it, and *owned* whether a process has the lock of that claim open.
+    """
     listed = occupants(device)
     working: PlainDeviceState = "idle" if is_idle(device) else "in_use"
     if listed and device.processes_plausible:
@@ -350,7 +356,7 @@ def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processe
 
 
 def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
-    """A device in MIG mode: jobs run on its instances, not on itself."""
+    """Return *use* of a device in MIG mode, where jobs run on its instances instead of on the device itself."""
     instances = [other for other in found if other.device.parent_uuid == use.device.uuid]
     if use.plain_state == "unhealthy":
         return use
@@ -385,13 +391,14 @@ def _orphaned(claim: ClaimRecord, snapshot: Snapshot, stats: Processes) -> bool 
         return True
     if claim.since is None or wrapper.start_time is None:
         return False
-    # Other users' holders cannot be seen, and the pid may be another process by now.  2 s: clocks are adjusted.
+    # Other users' holders cannot be seen, and the pid may be that of another process by now.  The 2 s allow for clocks
+    # that are adjusted.
     born = snapshot.taken_at - snapshot.clock + wrapper.start_time
     return born > claim.since + 2
 
 
 def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:
-    """One row per user, the one with the most devices first.  A memory sum with an unknown part is unknown."""
+    """Return one row per user, the one with the most devices first.  A memory sum with an unknown part is unknown."""
     memory: dict[str | None, dict[tuple[int, str], int | None]] = {}  # of a pid on a device
     claimed: dict[str | None, dict[str, bool]] = {}  # whether one of the user's claims on a device is idle
     for use in found:
@@ -420,7 +427,7 @@ def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:
 
 
 def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset[str]) -> tuple[DeviceUse, ...]:
-    """Only what belongs to *users* (names) on *devices* (uuids); an empty set stands for all."""
+    """Return only the use of *devices* (uuids) by *users* (names); an empty set stands for all."""
     kept = tuple(use for use in found if not devices or use.device.uuid in devices)
     if not users:
         return kept
@@ -435,29 +442,29 @@ def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset
     return tuple(use for use in own if use.claims or use.processes)
 
 
-# What it is called.
+# Names of devices and users.
 
 
 def device_title(device: Device) -> str:
-    """For sentences: ``"GPU 3"``, ``"MIG instance 3.1 (3g.40gb)"`` for GPU instance 1 of it."""
+    """Return its name in sentences: ``"GPU 3"``, or ``"MIG instance 3.1 (3g.40gb)"`` for its GPU instance 1."""
     if device.parent_uuid is None:
         return f"GPU {device.label}"
     return f"MIG instance {device.label}" + (f" ({device.mig_profile})" if device.mig_profile else "")
 
 
 def model_name(device: Device) -> str:
-    """``"H100 80GB HBM3"``, of an instance with its profile; ``"n/a"`` when unknown.  As the driver writes it."""
+    """Return ``"H100 80GB HBM3"`` as the driver writes it, with the profile of an instance, or ``"n/a"`` if unknown."""
     name = (device.name or NOT_AVAILABLE).removeprefix(f"{vendor_of(device).title} ")
     return name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"
 
 
 def user_label(user: str | None, uid: int | None = None) -> str:
-    """The name of a user; ``"uid 1002"`` without one, ``"unknown"`` without both."""
+    """Return the name of a user, or ``"uid 1002"`` without a name, or ``"unknown"`` without both."""
     return user or ("unknown" if uid is None or uid < 0 else f"uid {uid}")
 
 
 def mean_watts(before: Device, now: Device, seconds: float) -> float | None:
-    """What a device has drawn between two samples, by the driver's counter of joules; None when that is unknown."""
+    """Return a device's mean power between two samples by the driver's counter of joules, or None if it is unknown."""
     if before.total_energy is None or now.total_energy is None:
         return None
     watts = (now.total_energy - before.total_energy) / seconds

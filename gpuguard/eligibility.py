@@ -1,9 +1,9 @@
-"""Which devices will do for a request, and why the others will not: who or what stands in the way, in words.
+"""The devices that are eligible for a request, and in words why the others are not: who or what stands in the way.
 
 The two-key rule: the device is not claimed, *and* it looks free (no compute process of others, hardly any memory in
-use, healthy).  Unknown never satisfies a condition.  Of a shared device, a share counts with what it was promised or
-what its user's processes hold, whichever is more; all other memory in use counts as strangers'.
-Does not rank (see select) and reads nothing (see claims.claim for who shares a device).
+use, healthy).  An unknown value never satisfies a condition.  On a shared device, a share counts with the memory that
+it was promised or that its user's processes hold, whichever is more; all other memory in use counts as strangers'.
+This module does not rank (see select) and reads nothing (see claims.claim for the claims that share a device).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
 
 MIG_SET: Final = "--allow-mig-set"  # without it a job of several devices takes no instance
-# The option of the command line that asks for what a device lacks.  "outer limit": CUDA_VISIBLE_DEVICES, Slurm or a
-# container asks for it; "": none does.
+# The option of the command line that asks for something that a device lacks; "outer limit" if CUDA_VISIBLE_DEVICES,
+# Slurm or a container asks for it, or "" if none does.
 RefusalKey = Literal[
     "", "outer limit", "--devices", "--exclude", "--mig", "--allow-mig-set", "--model", "--min-total", "--min-free",
     "--memory", "--slots", "--tolerance", "--max-processes", "--mine-as-free", "--share", "--max-util",
@@ -45,7 +45,7 @@ RefusalKey = Literal[
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a device is refused."""
+    """One reason why a device is refused."""
 
     text: str
     permanent: bool = False  # waiting will not change it
@@ -54,7 +54,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A device that will not do, with all reasons."""
+    """A device that is refused, with all reasons."""
 
     device: Device
     reasons: tuple[Reason, ...]
@@ -62,19 +62,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who shares a device."""
+    """The claims that share a device."""
 
-    claims: tuple[ClaimRecord, ...] = ()  # one per locked slot, those that can be believed
-    unknown: int = 0  # locked slots of which no record tells in a way that can be believed
+    claims: tuple[ClaimRecord, ...] = ()  # one per locked slot, if its record can be believed
+    unknown: int = 0  # how many locked slots have no record that can be believed
     owners: Mapping[int, int] | None = None  # pid -> uid of the share that the process belongs to
 
     @property
     def count(self) -> int:
-        """How many share it."""
+        """The number of claims that share the device."""
         return len(self.claims) + self.unknown
 
     def belongs(self, pid: int) -> bool:
-        """Whether the process belongs to one of the shares."""
+        """Return whether the process belongs to one of the shares."""
         return pid in (self.owners or {})
 
 
@@ -83,26 +83,26 @@ UNSHARED = Sharing()
 
 @dataclass(frozen=True)
 class Terms:
-    """A request whose selectors are resolved on one machine, and who has claimed what there."""
+    """A request whose selectors are resolved on one machine, with the claims on that machine."""
 
     request: Request
     snapshot: Snapshot
     taken: Mapping[str, str]
     wanted: frozenset[str] | None
     excluded: frozenset[str]
-    preferred: Mapping[str, int]  # uuid -> place in the list, 0 is the best
+    preferred: Mapping[str, int]  # uuid -> position in the list, 0 is the best
     instances: Mapping[str, int]  # uuid of a divided GPU -> how many MIG instances
-    sharing: Mapping[str, Sharing]  # uuid -> who shares the device, where it is shared
+    sharing: Mapping[str, Sharing]  # uuid -> the claims that share the device, if it is shared
 
     def sharing_of(self, device: Device) -> Sharing:
-        """Who shares the device."""
+        """Return the claims that share the device."""
         return self.sharing.get(device.uuid, UNSHARED)
 
 
 def terms_of(
     snapshot: Snapshot, request: Request, taken: Mapping[str, str], sharing: Mapping[str, Sharing] | None = None
 ) -> Terms:
-    """The selectors of *request* resolved on this machine.  Raises InvalidRequest: one names no device, or two."""
+    """Resolve the selectors of *request* on this machine.  Raises InvalidRequest if one names no device, or two."""
     devices = snapshot.devices
     preferred = resolve(request.prefer, devices, "--prefer")
     parents = [device.parent_uuid for device in devices if device.parent_uuid]
@@ -119,7 +119,7 @@ def terms_of(
 
 
 def _others_on(device: Device, terms: Terms) -> list[GpuProcess]:
-    """The processes that make it busy for this request: not those of the shares that this one would join."""
+    """Return the processes that make the device busy for this request, except those of shares that it would join."""
     request, sharing = terms.request, terms.sharing_of(device)
     return [
         process
@@ -131,22 +131,22 @@ def _others_on(device: Device, terms: Terms) -> list[GpuProcess]:
 
 
 def _has_no_list(device: Device, terms: Terms) -> bool:
-    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
+    """Return whether the device's list of processes cannot be read.  A list that was not read yet counts as good."""
     return device.processes is None and any(
         (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
     )
 
 
 def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
-    """Whether others may use it, whether its list of processes cannot be read, and how many of theirs are known."""
+    """Return whether others may use it, whether its process list is unreadable, and how many of theirs are known."""
     request, others = terms.request, len(_others_on(device, terms))
-    # Only where processes may be there is hidden use no reason against it.
+    # Hidden use is a reason for refusal unless the request allows processes there, so it matters here only then.
     hidden = bool(request.max_processes) and hides_use(device, request.tolerance)
     return bool(others) or device.memory_used is None or hidden, _has_no_list(device, terms), others
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
-    """Why no further share of the device can be had."""
+    """Yield the reasons why no further share of the device can be had."""
     request, sharing = terms.request, terms.sharing_of(device)
     if not request.share or request.memory is None:
         return
@@ -176,7 +176,7 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
-    """``"bob (pid 812, python train.py, 3h12m) and 2 more"``."""
+    """Return a text such as ``"bob (pid 812, python train.py, 3h12m) and 2 more"``."""
     biggest = sorted(processes, key=lambda process: (-(process.memory_used or 0), process.pid))
     texts = []
     for process in biggest[:2]:
@@ -192,7 +192,7 @@ def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
 
 
 def shown(text: str, width: int = 60) -> str:
-    """Text of another user, neutral and not endless."""
+    """Return the text of another user, made harmless and cut to *width*."""
     plain = neutralise(text[: width + 1])
     return plain if len(plain) <= width else plain[: width - 1] + "…"
 
@@ -305,7 +305,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
             "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
         )
         reason = _unknown(device, "processes", _("its list of processes"), terms, option)
-        yield replace(reason, permanent=reason.permanent and not shared)  # a share that ends leaves it alone
+        yield replace(reason, permanent=reason.permanent and not shared)  # a share may end
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = _(" ({count} processes)").format(count=len(others)) if allowed else ""
@@ -377,7 +377,7 @@ _RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
 
 
 def refusals(terms: Terms) -> list[Refusal]:
-    """The devices that will not do, each with all its reasons, in the order of the snapshot."""
+    """Return the devices that are refused, each with all its reasons, in the order of the snapshot."""
     reasons = [
         (device, tuple(reason for rule in _RULES for reason in rule(device, terms)))
         for device in terms.snapshot.devices
@@ -387,23 +387,26 @@ def refusals(terms: Terms) -> list[Refusal]:
 
 @lru_cache(256)  # a machine has many devices of one name
 def is_one_of_models(name: str, globs: tuple[str, ...]) -> bool:
-    """Whether one of *globs* is_model()."""
+    """Return whether one of *globs* matches the name, as is_model() says."""
     return any(is_model(name, glob) for glob in globs)
 
 
 def is_model(name: str, glob: str) -> bool:
-    """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
+    """Return whether *glob* matches the name, or its end from some word on.
+
+    "A100*" and "A100" match NVIDIA A100-SXM4-80GB.
+    """
     text = " ".join(name.lower().split())
     starts = 1 | sum(2 << number for number, letter in enumerate(text) if letter == " ")
     reached = _reached(text, glob.lower(), starts) if text else 0
-    # The whole of an ending, or its beginning up to a blank or a hyphen.
+    # The match must cover the whole ending, or its beginning up to a blank or a hyphen.
     return any(reached >> number & 1 for number in range(len(text) + 1) if text[number : number + 1] in ("", " ", "-"))
 
 
 def _reached(text: str, glob: str, at: int) -> int:
-    """Bit n: *glob* can stand for the text up to its first n letters, from any of the places *at*.
+    """Return a number whose bit n says whether *glob* matches the text from any of the places *at* to its nth letter.
 
-    fnmatchcase() compiles each glob: those of one user's tickets held up all others for minutes.
+    fnmatchcase() is not used because it compiles each glob: those of one user's tickets held up all others for minutes.
     """
     place, beyond, where = 0, 2 << len(text), dict[str, int]()
     for number, letter in enumerate(text):
@@ -424,7 +427,7 @@ def _reached(text: str, glob: str, at: int) -> int:
 
 
 def _is_one_of(letters: str, letter: str) -> bool:
-    """Whether it is one of ``abc``, ``a-z``; ``!abc``: none of them."""
+    """Return whether *letter* is one of *letters*, such as ``abc`` or ``a-z``; for ``!abc``, whether it is none."""
     other, place, found = letters[0] == "!", 0, False
     letters = letters[other:]
     while place < len(letters):
@@ -437,7 +440,7 @@ def _is_one_of(letters: str, letter: str) -> bool:
 def _unknown(
     device: Device, field: str, what: str, terms: Terms, option: RefusalKey = "", *, permanent: bool = False
 ) -> Reason:
-    """The reason of a value that is not known; waiting does not change what the driver never tells."""
+    """Return the reason for a value that is not known.  Waiting does not help if the driver never reports it."""
     gap = _gap(device, field, terms)
     why = f" ({shown(translated(gap.reason))})" if gap else ""
     return Reason(
@@ -448,22 +451,23 @@ def _unknown(
 
 
 def _gap(device: Device, field: str, terms: Terms) -> Gap | None:
-    """Why the driver did not tell a field of the device, or the group of fields to which it belongs."""
+    """Return why the driver did not report a field of the device, or the group of fields to which it belongs."""
     return next((gap for gap in terms.snapshot.gaps if gap.device == device.uuid and field.startswith(gap.field)), None)
 
 
-# What is left of a device that several claims share.
+# The memory and the slots that are left on a shared device.
 
 
 def is_share_of(record: ClaimRecord, uuid: str) -> bool:
-    """Whether the claim shares the device instead of having it alone."""
+    """Return whether the claim shares the device instead of having it alone."""
     return any(slot.startswith(f"{uuid}.") for slot in record.slots)
 
 
 def sharing_on(device: Device, claims: Sequence[ClaimRecord], owners: Mapping[int, int] | None = None) -> Sharing:
-    """Who shares *device*, of living *claims* whose slots are locked.
+    """Return which of the living *claims*, whose slots are locked, share *device*.
 
-    Of several records that name one slot the greatest counts: a small lie beside it changes nothing.
+    If several records name one slot, the one with the most memory counts, so that a small lie beside it changes
+    nothing.
     """
     of_slot: dict[str, list[ClaimRecord]] = {}
     for record in claims:
@@ -476,12 +480,12 @@ def sharing_on(device: Device, claims: Sequence[ClaimRecord], owners: Mapping[in
 
 
 def capacity(device: Device) -> int | None:
-    """Bytes that the claims on it can have together; None when that is unknown."""
+    """Return the bytes that all claims on the device can have together, or None if that is unknown."""
     return None if device.memory_total is None else device.memory_total - (device.memory_reserved or 0)
 
 
 def memory_left(device: Device, sharing: Sharing) -> int | None:
-    """Bytes that a further share can have; None when that is unknown."""
+    """Return the bytes that a further share can have, or None if that is unknown."""
     room = capacity(device)
     if room is None or device.memory_used is None:
         return None
@@ -497,20 +501,20 @@ def memory_left(device: Device, sharing: Sharing) -> int | None:
 
 
 def slots_left(sharing: Sharing, slots: int) -> int:
-    """How many further claims can share it; each of those that do may have set a bound."""
+    """Return how many further claims can share the device.  Each claim that shares it may have set a bound."""
     bounds = [record.most for record in sharing.claims if record.most is not None and record.most > 0]
     return max(0, min([slots, *bounds]) - sharing.count)
 
 
 def shared_by(sharing: Sharing) -> str:
-    """``"alice (10GiB) and bob (20GiB)"``."""
+    """Return a text such as ``"alice (10GiB) and bob (20GiB)"``."""
     names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
     names += [_("{unknown} without a record").format(unknown=sharing.unknown)] if sharing.unknown else []
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _believed(record: ClaimRecord, device: Device) -> int:
-    """The bytes of a share; 0 when its record says nothing that can be true of this device."""
+    """Return the bytes of a share, or 0 if its record says nothing that can be true of this device."""
     if record.memory is None or record.memory <= 0:
         return 0
     return record.memory if device.memory_total is None or record.memory <= device.memory_total else 0
