@@ -1,9 +1,9 @@
-"""What a policy can have done.  An action is one thing: its keys in a step, its help (their docstring), its function.
+"""The actions of policies.  Each has everything here: its keys in a step, its help (their docstring), its function.
 
-act() asks every check of preflight, writes down what it is about to do, and only then does it, unless the writing took
-so long that the checks are of another time; a dry run leaves out nothing but that last call.  What an action takes
-away, and from whom, stands in policies.policy, since the engine goes by it; how often the guard may act, in limits.
-Does not decide whom or when: see policies.
+act() runs every check of preflight, writes down what it is about to do, and only then does it, unless the writing took
+so long that the checks are out of date; a dry run leaves out only that last call.  What an action takes away, and from
+whom, stands in policies.policy, since the engine goes by it; limits says how often the guard may act.  This module does
+not decide whom an action hits or when: see policies.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ NOT_TAKEN: frozenset[ActionWord] = frozenset(
     {"refused", "not recorded", "failed", "not permitted"}
 )  # the words of a step that took nothing away
 
-WRITE_SECONDS = 1.0  # for a line in the audit log; after more than that the checks before it count no longer
+WRITE_SECONDS = 1.0  # for a line in the audit log; if it takes longer, the checks before it no longer count
 
-Result = tuple[ActionWord, str]  # a word, and why where the word does not say it
+Result = tuple[ActionWord, str]  # a word, and the reason if the word does not say it
 
 
 @dataclass(frozen=True)
 class ActionOutcome:
-    """What became of an action on one process, or on none."""
+    """The outcome of an action on one process, or on none."""
 
     word: ActionWord
     why: str = ""
     pid: int | None = None
     failed: tuple[FailedCheck, ...] = ()
-    wait: float | None = None  # seconds after which the same verdict is worth another try; None: it is settled
-    sent: PastAction | None = None  # what was done to the process
+    wait: float | None = None  # seconds after which the same verdict is worth another try; None if it is settled
+    sent: PastAction | None = None  # the action that was done to the process
 
 
-# Each function for a process or a claim is the last call of a preflight that found nothing.
+# Each function for a process or a claim is called last, after a preflight in which no check failed.
 
 
 def _forward(target: Preflight, signum: int) -> Result:
@@ -76,7 +76,7 @@ def _forward(target: Preflight, signum: int) -> Result:
 
 
 def parse_checkpoint_signal(text: str) -> int:
-    """The number of ``"USR1"`` or ``"SIGUSR1"``."""
+    """Return the number of a signal that is written as ``"USR1"`` or ``"SIGUSR1"``."""
     name = text.upper().removeprefix("SIG")
     if name not in CHECKPOINT_SIGNALS:
         raise InvalidRequest(f"{text!r} is no signal for a checkpoint: write one of {', '.join(CHECKPOINT_SIGNALS)}.")
@@ -114,7 +114,7 @@ def _terminate(target: Preflight) -> Result:
 
 
 def _end_pause(target: Preflight) -> None:
-    """End the pause of a process that has been asked to end, or it would seem that another hand let it go on."""
+    """End the pause of a process that has been asked to end; otherwise it would seem that somebody else resumed it."""
     pauses, process = target.context.pauses, target.process
     if pauses and process and (pause := pauses.of(process.identity, live=target.live)):
         pauses.end(pause, "it has been asked to end", live=target.live)
@@ -134,7 +134,7 @@ class PauseKeys:
 
 
 def _debt_fault(target: Preflight) -> str:
-    """Write down that the process, which is about to be paused, must go on again; why it could not be, or ""."""
+    """Write down that the process, which is about to be paused, must go on again; return why that failed, or ""."""
     pauses, process = target.context.pauses, target.process
     try:
         if pauses and process:
@@ -163,7 +163,10 @@ class ResumeKeys:
 
 
 def _without_preflight(verdict: Verdict, context: ActionContext, process: ProcessTarget) -> ActionOutcome | None:
-    """What needs no preflight: a pause that lasts already, and the end of one, which the guard owes the process."""
+    """Return the outcome if no preflight is needed, or None.
+
+    A pause that lasts already needs none, and neither does the end of a pause, which the guard owes the process.
+    """
     if context.pauses is None or verdict.action not in ("pause", "resume"):
         return None
     live = context.is_live(verdict)
@@ -177,12 +180,12 @@ def _without_preflight(verdict: Verdict, context: ActionContext, process: Proces
 
 
 def _done(verdict: Verdict, context: ActionContext) -> ActionWord:
-    """The word of what was done to a process before, or would have been."""
+    """Return the word for an action that was done to a process before, or would have been."""
     return "sent" if context.is_live(verdict) else "dry run"
 
 
 def parse_niceness(text: str) -> int:
-    """1 to 19."""
+    """Return a niceness of 1 to 19."""
     if not re.fullmatch(r"[1-9]|1[0-9]", text):
         raise InvalidRequest(f"{text!r} is no niceness: write a number from 1 to 19; 19 is the nicest.")
     return int(text)
@@ -200,10 +203,10 @@ class ReniceKeys:
 
 
 def _renice(target: Preflight) -> Result:
-    """Lower the priority of every thread; never raises one.
+    """Lower the priority of every thread, and never raise one.
 
-    Only pids reach a priority.  A process that is alive afterwards has kept its pid all the time; a thread that is not
-    of this process any more gets back what it had.
+    A priority can be set only by pid.  A process that is alive afterwards has kept its pid all the time.  A thread that
+    no longer belongs to this process gets back the priority that it had.
     """
     wanted, pid = dict(target.verdict.options).get("niceness", 10), target.identity[0]
     try:
@@ -239,7 +242,10 @@ def _release(target: Preflight) -> Result:
 
 
 def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
-    """Release a claim; `gpuguard run` then informs its user now, not at its next tick.  Raises as release_locks()."""
+    """Release a claim, and let its `gpuguard run` inform its user now, not at its next tick.
+
+    Raises as release_locks() does.
+    """
     unlock.release_locks(locks, request)
     if unlock.is_supervisor(locks.holder):
         signals.forward(locks.pidfd, signals.CHECK_CLAIM)
@@ -255,7 +261,7 @@ class CancelKeys:
 
 def _cancel(target: Preflight) -> Result:
     job = preflight.slurm_job(target)
-    # Asked after that: as long as it lives no other process has its pid.
+    # This is asked after the job was read, because no other process has the pid as long as this one lives.
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
     fault = "its job has ended" if ended or job is None else slurm.cancel(job)
     return ("failed", fault) if fault else ("sent" if target.process else "done", "")
@@ -282,9 +288,9 @@ class WarnKeys:
 
 
 def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
-    """Write to each terminal of the processes that are meant, or of those that hold a claim without one, once.
+    """Write once to each terminal of the processes that are meant, or of the holders of a claim if none is meant.
 
-    A `gpuguard run` writes the event of it into the log of its job.
+    A `gpuguard run` writes the event of this warning into the log of its job.
     """
     subject, terminals, processes = verdict.finding.subject, set(), preflight.targets(verdict, snapshot)
     claim = None if verdict.finding.processes else claim_named(snapshot.claims, subject.uid, subject.claim)
@@ -354,7 +360,7 @@ class DenyKeys:
 
 
 def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
-    """No new claims for the one user whom the verdict is about; accounts of the system are never meant."""
+    """Deny new claims to the one user that the verdict is about, but never to an account of the system."""
     subject, processes = verdict.finding.subject, verdict.finding.processes
     uids = {process.uid for process in processes} if subject.uid is None else {subject.uid}
     uid = uids.pop() if len(uids) == 1 else None
@@ -382,9 +388,9 @@ class QuarantineKeys:
 def _quarantine(
     verdict: Verdict, snapshot: Snapshot, context: ActionContext, process: ProcessIdentity | None = None
 ) -> ActionOutcome:
-    """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service.
+    """Deny new claims of the device, but never of the whole machine, because a driver may report nonsense.
 
-    *process*: the one that causes it, and with which it ends.
+    *process* is the process that causes the quarantine, which ends with it.
     """
     uuid = verdict.finding.subject.device
     if uuid is None:
@@ -427,9 +433,9 @@ def _restrict(
 
 @dataclass(frozen=True)
 class Action:
-    """One action: what it does to each process that is meant, to the claim when no process is, or without a target."""
+    """One action: its function for each process that is meant, for the claim if no process is, or without a target."""
 
-    keys: type  # what a step may say about it; the docstring is the help
+    keys: type  # the keys of a step that it takes; the docstring is the help
     on_process: Callable[[Preflight], Result] | None = None  # after its preflight
     on_claim: Callable[[Preflight], Result] | None = None  # after its preflight
     otherwise: Callable[[Verdict, Snapshot, ActionContext], ActionOutcome] | None = None
@@ -455,10 +461,10 @@ ACTION_KEYS: Mapping[str, type] = {name: action.keys for name, action in ACTIONS
 
 
 def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[ActionOutcome, ...]:
-    """Do what *verdict*, judged by *snapshot*, wants, to each of its processes for which nothing speaks against it.
+    """Do the action of *verdict*, judged by *snapshot*, to each of its processes for which no check has failed.
 
     Returns:
-        One outcome per process, or one alone.  Every one leaves an Event, but a refusal that only repeats itself.
+        One outcome per process, or a single one.  Each leaves an Event, except a refusal that only repeats itself.
     """
     action = ACTIONS.get(verdict.action)
     if action is None:
@@ -493,7 +499,8 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     if target.failed:
         return _refused(target)
     owes = target.live and verdict.action == "pause"
-    # Before the line that announces it: on a full disk there may be room for that alone, and it would stand for ever.
+    # This comes before the line that announces the pause: a full disk may have room for that line alone, and then it
+    # would announce for ever a pause that never came.
     if owes and (fault := _debt_fault(target)):
         context.append(_event(verdict, "failed", process, fault))
         return ActionOutcome("failed", fault, pid)
@@ -515,7 +522,7 @@ def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOut
     begun = boot_clock()
     if not context.append(event):
         return ActionOutcome("not recorded", "nothing could be written down, so nothing was done", pid)
-    # On a disk that hung meanwhile the checks are as old as that: the process may run something else by now.
+    # If the disk hung meanwhile, the checks are that old, and the process may run something else by now.
     took = boot_clock() - begun
     if took > WRITE_SECONDS:
         why = f"its line in the audit log took {format_duration(took)} to write: what was decided before is too old"
@@ -537,20 +544,20 @@ def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOut
 
 
 def _tell_on_terminal(target: Preflight, event: Event) -> None:
-    """Write on the terminal of the process what was done to it, where no `gpuguard run` says it."""
+    """Write on the terminal of the process what was done to it, unless a `gpuguard run` tells its user."""
     if target.facts and _is_told_on_terminal(target) and (text := deed_text(line_of(event))):
         terminal, uid = target.facts.terminal, target.facts.uids[0]
         write_to_terminal(terminal, uid, f"gpuguard: {text}", last=target.verdict.action in HARMFUL)
 
 
 def _is_told_on_terminal(target: Preflight) -> bool:
-    """Whether the process has a terminal, and no `gpuguard run` that writes into the job's log."""
+    """Return whether the process has a terminal, and no `gpuguard run` that writes into the job's log."""
     claim = target.verdict.finding.subject.claim or target.claim_of_process
     return bool(target.facts and target.facts.terminal) and not _is_supervised(target.snapshot, target.uid, claim)
 
 
 def _is_supervised(snapshot: Snapshot, uid: int | None, claim_id: str | None) -> bool:
-    """Whether a claim is that of a `gpuguard run`, which tells its user what the log of the guard says of it."""
+    """Return whether a claim is that of a `gpuguard run`, which tells its user what the guard's log says about it."""
     claim = claim_named(snapshot.claims, uid, claim_id)
     return claim is not None and claim.pid is not None and unlock.is_supervisor(claim.pid)
 
@@ -559,15 +566,15 @@ def _refused(target: Preflight) -> ActionOutcome:
     verdict, process, failed = target.verdict, target.process, target.failed
     text, waits = "; ".join(check.text for check in failed), [check.wait for check in failed]
     wait = None if None in waits else max(wait for wait in waits if wait is not None)
-    # A refusal that waits comes back with every sample: one line is enough.
+    # A refusal that only has to wait is repeated with every sample, and one line is enough.
     whom = process.identity if process else verdict.finding.subject
     key = (whom, verdict.policy, verdict.action, target.live)
     if target.context.limits.refused_anew(key, tuple(check.check for check in failed)):
         target.context.append(_event(verdict, "refused", process, text))
     why = {check.check: check.text for check in failed}
     if process and "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
-        # The program is started again each time that it is ended: more signals would change nothing, so its user gets
-        # no new claims for an hour.  Without this two processes that are ended would buy the next one its safety.
+        # The program is started again each time that it is ended.  More signals would change nothing, so its user gets
+        # no new claims for an hour.  Otherwise the user could keep the next process safe by having two of them ended.
         finding = replace(verdict.finding, why=why["restart loop"])
         denial = replace(verdict, finding=finding, action="deny", options=(("for", HOUR),))
         _restrict(denial, target.context, restrictions.DENIED, str(process.uid), process.user)
@@ -575,7 +582,7 @@ def _refused(target: Preflight) -> ActionOutcome:
 
 
 def _logged(verdict: Verdict, context: ActionContext, word: ActionWord, why: str = "") -> ActionOutcome:
-    # A step that was not taken is tried again: one line for each breach is enough, until the reason changes.
+    # A step that was not taken is tried again, so one line per breach is enough until the reason changes.
     key = (verdict.finding.subject, verdict.policy, verdict.action, verdict.since, context.is_live(verdict))
     if word not in NOT_TAKEN or verdict.action not in COUNTED or context.limits.refused_anew(key, why):
         context.append(_event(verdict, word, why=why))
@@ -589,9 +596,9 @@ def _event(
     why: str = "",
     action: PastAction | None = None,
 ) -> Event:
-    """The line of the audit log about what becomes of *verdict*, for *process* if it is about one of its processes.
+    """Return the audit log's line about the outcome of *verdict*, for *process* if it is about one of its processes.
 
-    With *action*: the line before it, by which it is remembered when the guard is started again.
+    With *action*, it is the line before that action, from which a restarted guard remembers it.
     """
     finding, subject = verdict.finding, verdict.finding.subject
     pid = process.pid if process else subject.pid
@@ -622,20 +629,21 @@ def _event(
 
 
 def _uids_text(finding: Finding) -> str | None:
-    """The users of its processes, where it is about no one in particular."""
+    """Return the uids of its processes, for a finding that is about no user in particular."""
     return " ".join(sorted({str(process.uid) for process in finding.processes if process.uid is not None})) or None
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
-    """Stop signalling processes that were killed and are still there a minute later; call it after each sample.
+    """Stop signalling processes that are still there a minute after they were killed; call it after each sample.
 
     They sit in a driver or on a dead file system, where no signal reaches them; or the user who made them lets them
-    linger, which any user can.  So they shield themselves alone, and only a device on which the driver goes on listing
-    one needs a reset: it is quarantined, but never more than half of the machine, and the targets of the policies'
-    messages are informed.  That ends when the driver lists the process no more and its memory is back, or by a boot.
+    linger, which any user can do.  So they shield only themselves.  A device needs a reset only if the driver goes on
+    listing such a process on it: it is quarantined, but never more than half of the machine, and the targets of the
+    policies' messages are informed.  The quarantine ends when the driver no longer lists the process and its memory is
+    back, or with a reboot.
 
     Returns:
-        An outcome, "unkillable", for each that is found for the first time.
+        An outcome, "unkillable", for each process that is found for the first time.
     """
     now, outcomes = boot_clock(), []
     unkillable = context.limits.unkillable
@@ -676,7 +684,7 @@ def _rows_of(process: ProcessIdentity, device: Device | None) -> tuple[GpuProces
 def _quarantine_devices(
     past: PastAction, listed: Mapping[str, tuple[GpuProcess, ...]], context: ActionContext, snapshot: Snapshot
 ) -> None:
-    """Take the devices out of service; the targets are told once."""
+    """Take the devices out of service, and inform the targets once."""
     why = f"pid {past.process[0]} outlived SIGKILL: the GPU needs a reset"
     for number, (uuid, rows) in enumerate(listed.items()):
         finding = Finding("unkillable", Subject("device", device=uuid), why, rows)
@@ -716,7 +724,7 @@ def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
 
 
 def _is_rid_of(process: ProcessIdentity, device: Device | None) -> bool:
-    """Whether nothing of a process is on *device*, as far as that is known for certain."""
+    """Return whether it is certain that nothing of a process is left on *device*."""
     if device is None or device.processes is None or not device.processes_plausible:
         return False
     unlisted = unlisted_memory(device)

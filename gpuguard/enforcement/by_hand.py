@@ -1,9 +1,9 @@
-"""A signal that a user sends by hand, from `gpuguard top`, as carefully as the guard sends its own.
+"""Signals that users send by hand, from `gpuguard top`, as carefully as the guard sends its own.
 
-Every check of preflight holds, on a sample taken after the question, the line in the audit log comes first, and the
-limits of the guard hold too: three signals a minute, SIGKILL only KILL_AFTER after SIGTERM.  What falls away is the
-grace for a person in front of a terminal, who is the one that asks.  A user reaches only processes of their own; root
-those of people, never those of root or of the system.  Asks for no confirmation: see top.app.
+Every check of preflight must hold, on a sample taken after the question.  The line in the audit log comes first, and
+the limits of the guard apply: three signals a minute, and SIGKILL only KILL_AFTER after SIGTERM.  There is no grace for
+a person in front of a terminal, because that person is the one who asks.  Users reach only their own processes; root
+reaches those of people, never those of root or of the system.  This module asks for no confirmation: see top.app.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpuguard.model import WHO_FIELDS, ActionName, Event, Finding, Subject, Verd
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
-# Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.
+# No action here needs a handler or options: checkpoint and renice are left to policies, which name them.
 BY_HAND: Mapping[ActionName, str] = {
     "terminate": N_("SIGTERM: end it, it may save first"),
     "kill": N_("SIGKILL: end it at once (30 s after SIGTERM)"),  # KILL_AFTER
@@ -34,12 +34,12 @@ NAME = "by hand"
 
 @dataclass(frozen=True)
 class Operator:
-    """Who signals, with what."""
+    """The person who signals, and the means to do it."""
 
     backend: Backend  # to ask which processes there are
-    append: Callable[[Event], bool]  # writes it down; False when it could not
-    limits: ActionLimits  # with what this operator did before
-    protected: Protected = field(default_factory=Protected)  # whom the site's policy file never touches
+    append: Callable[[Event], bool]  # writes an Event down; False if it could not
+    limits: ActionLimits  # with the past actions of this operator
+    protected: Protected = field(default_factory=Protected)  # users and programs that the policy file never touches
 
 
 def signal_process(

@@ -1,7 +1,7 @@
-"""Who a process is, as far as it matters before a signal: read from /proc in one go, by pid.
+"""The identity of a process, as far as it matters before a signal, read from /proc in one go by pid.
 
-Nothing here is by name alone: a name is chosen by the user who starts the process, to evade or to frame.
-Does not judge: see preflight.
+Nothing here goes by a name alone, because the user who starts a process chooses its name, to evade or to frame.
+This module does not judge: see preflight.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gpuguard.vendors import VENDORS
 
 T = TypeVar("T")
 
-# Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
-# them: see belongs_to_the_system.
+# Programs whose end would take a desktop, a driver service or other people's jobs along.  They count only where root
+# has put them: see belongs_to_the_system.
 DISPLAY_PROGRAMS = (
     "Xorg*", "X", "Xwayland", "Xvnc", "xrdp*", "vglserver*", "gnome-shell", "gnome-session*", "gnome-remote-desktop*",
     "gdm*", "sddm*", "lightdm*", "kwin_*", "plasmashell", "plasma-keyboard", "xwaylandvideobridge", "mutter", "weston",
@@ -45,15 +45,17 @@ SYSTEM_PROGRAMS = (
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
 DRIVER_FILES = {name: vendor.control_node for name, vendor in VENDORS.items()}
-DRIVER_NODES = tuple(pattern for vendor in VENDORS.values() for pattern in vendor.nodes)  # and the others, as globs
+DRIVER_NODES = tuple(
+    pattern for vendor in VENDORS.values() for pattern in vendor.nodes
+)  # the other device nodes, as globs
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
-# These may take so many times longer than other reads, whatever other users do: the owner of a process can make its
-# mappings many, and the name of each of them long.
+# These reads may take so many times longer than others, whatever other users do, because the owner of a process can
+# give it many mappings, and each of them a long name.
 _TIMES = {"program": 2, "files": 4, "maps": 8, "code": 8}
 
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
-_PROCMAP_QUERY = 0xC0686611  # include/uapi/linux/fs.h, since Linux 6.11; a query takes no longer where names are long
+_PROCMAP_QUERY = 0xC0686611  # include/uapi/linux/fs.h, since Linux 6.11; a query takes no longer if names are long
 _QUERY = struct.Struct("9Q4I2Q")  # struct procmap_query
 _NEXT_OF_A_FILE = 0x10 | 0x20  # PROCMAP_QUERY_COVERING_OR_NEXT_VMA, PROCMAP_QUERY_FILE_BACKED_VMA
 _MAPPED = re.compile(rb"\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+)")  # a line of /proc/PID/maps: device and inode
@@ -62,37 +64,37 @@ _KERNELS_CODE = ([b"[vdso]"], [b"[vsyscall]"])
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What /proc says of a process.  None = could not be read."""
+    """The facts about a process from /proc, each None if it could not be read."""
 
     start_time: float  # seconds since boot
-    uids: tuple[int, ...]  # real, effective, saved, file system: of the users who were given them, see users
+    uids: tuple[int, ...]  # real, effective, saved, file system: those of the users who were given them, see users
     parent: int
     group: int
-    terminal: int  # device number of its controlling terminal, 0: none
-    tracer: int  # pid of its debugger, 0: none
-    caught: int  # signals it has handlers for: bit 0 is signal 1
+    terminal: int  # device number of its controlling terminal, or 0
+    tracer: int  # pid of its debugger, or 0
+    caught: int  # the signals that it has handlers for: bit 0 is signal 1
     executable: str | None
     executable_owner: int | None  # uid
     command: str | None
     uses_driver: bool | None  # has a file of the driver open, or mapped
     cgroup: str | None  # without the ids of containers, which change with each start
-    in_place: bool | None = True  # its program is the file at that path; None: that was not read in time
+    in_place: bool | None = True  # its program is the file at that path; None if that was not read in time
     state: str = "R"  # as in /proc/PID/stat: R S D T t Z ...
-    hides: bool = False  # what it has mapped could not be read to the end, which its owner can bring about
-    # Of a program of SYSTEM_PROGRAMS: where code that it can run and that is not root's lies, "file", "memory" or
+    hides: bool = False  # its mappings could not be read to the end, which its owner can bring about
+    # For a program of SYSTEM_PROGRAMS, where code lies that it can run and that is not root's: "file", "memory" or
     # "nowhere".
     foreign_code: str = "file"
 
     @property
     def interactive(self) -> str | None:
-        """In what way a person sits in front of it, or None."""
+        """The way in which a person sits in front of the process, or None if nobody does."""
         return interactive_use(self.command or "", self.terminal, self.tracer)
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """The facts about a process; None when it is gone or hidden.
+    """Return the facts about a process, or None if it is gone or hidden.
 
-    What its owner can make slow or endless is read with a deadline, each by itself, and is unknown by itself.
+    Each fact that its owner can make slow or endless is read with a deadline of its own, and is unknown by itself.
     """
     if (now := stat_of(pid)) is None:
         return None
@@ -129,7 +131,10 @@ def _in_time(pid: int, kind: str, read: Callable[[int], T]) -> T | None:
 
 
 def signature(facts: ProcessFacts | None, claim: str = "") -> str:
-    """User, program, script, cgroup and claim, as a hash: the same of one that is started in its place; "": unknown."""
+    """Return a hash of user, program, script, cgroup and claim, or "" if unknown.
+
+    A process that is started in place of this one has the same hash.
+    """
     if facts is None or facts.executable is None or facts.cgroup is None:
         return ""
     script = next((word for word in (facts.command or "").split()[1:] if not word.startswith("-")), "")
@@ -138,14 +143,14 @@ def signature(facts: ProcessFacts | None, claim: str = "") -> str:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether the process is over: reaped or not.  One whose first thread has ended while others live is not."""
+    """Return whether the process has ended, reaped or not.  It has not while any of its threads lives."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def is_alive(process: tuple[int, float]) -> bool:
-    """Whether that very process, (pid, start time), still runs; True when that cannot be told."""
+    """Return whether that very process, (pid, start time), still runs; True if that cannot be told."""
     pid, started = process
     try:
         pidfd = os.pidfd_open(pid)
@@ -161,12 +166,12 @@ def is_alive(process: tuple[int, float]) -> bool:
 
 
 def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:
-    """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it, and nothing else.
+    """Return whether it runs a program of SYSTEM_PROGRAMS alone, as root or from a place where only root can put it.
 
-    A file of that name in a home directory protects nothing; a hard link to a program of root there neither, nor
-    another program of root's that a user has mounted at that path in a namespace of their own, nor one into which its
-    user has brought code (LD_PRELOAD).  That may unmap itself when its work on a GPU has begun, so that only display
-    servers may have the driver open.  One that *draws* may compile code in its memory.
+    None of these protects a process: a file of that name in a home directory, a hard link there to a program of root's,
+    another program of root's that a user has mounted at that path in a namespace of their own, or a program into which
+    its user has brought code (LD_PRELOAD).  Such code may unmap itself once its work on a GPU has begun, and therefore
+    only display servers may have the driver open.  A display server that *draws* may compile code in its memory.
     """
     if facts.executable is None or not _is_one_of(SYSTEM_PROGRAMS, facts.executable):
         return False
@@ -189,21 +194,24 @@ class Protected:
     executables: tuple[str, ...] = ()  # globs of the whole paths of programs
 
     def uids_of(self, seen: Iterable[int], groups: Mapping[int, frozenset[str]]) -> frozenset[int]:
-        """The uids that are meant, of those *seen*; *groups*: the names of each one's, where they are known."""
+        """Return the protected uids, with the members of protected groups among those *seen*.
+
+        *groups* has the names of each uid's groups, where they are known.
+        """
         members = {uid for uid in seen if self.groups and (uid not in groups or self.groups & groups[uid])}
         return self.uids | members
 
 
 def has_path_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
-    """Whether the path of its program is one of *globs*, or cannot be read."""
+    """Return whether the path of its program matches one of *globs*, or cannot be read."""
     path = (facts.executable or "").removesuffix(" (deleted)")
     return bool(globs) and (not path or any(fnmatchcase(path, glob) for glob in globs))
 
 
 def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
-    """Whether its program is one of *globs*: a file of root's, or of the owner of what lies there for us.
+    """Return whether its program is one of *globs*: a file of root's, or of the owner of the file that we see there.
 
-    In a mount namespace of one's own a file of one's own can have any path, and so can a file of root's.
+    In a mount namespace of their own, users can give any path to a file of their own, and to a file of root's as well.
     """
     if facts.executable is None or facts.in_place is None or not has_path_of(facts, globs):
         return has_path_of(facts, globs)
@@ -217,41 +225,41 @@ def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
 
 @functools.cache
 def uid_min() -> int:
-    """The first uid of people, from /etc/login.defs; 1000 where that does not say."""
+    """Return the first uid of people, from /etc/login.defs, or 1000 if that does not say."""
     found = re.search(r"^\s*UID_MIN\s+(\d{1,9})\s*$", read_text("/etc/login.defs") or "", re.MULTILINE)
     return int(found[1]) if found and int(found[1]) > 0 else 1000
 
 
 @functools.cache
 def overflow_uid() -> int:
-    """The uid that stands for every user that cannot be told."""
+    """Return the uid that stands for every user who cannot be identified."""
     text = (read_text("/proc/sys/kernel/overflowuid") or "").strip()
     return int(text) if text.isdigit() else 65534
 
 
 def is_of_the_system(uid: int) -> bool:
-    """Whether no person has that uid: it is the system's, or stands for users that cannot be told."""
+    """Return whether no person has that uid: it is the system's, or stands for users who cannot be identified."""
     return uid < uid_min() or uid == overflow_uid()
 
 
 def _executable(pid: int) -> tuple[str | None, int | None, bool]:
-    """(path, uid of its owner, whether that file lies at that path)."""
-    # A process whose first thread has ended shows its program only in the others.
+    """Return (path, uid of its owner, whether that file lies at that path) of the program."""
+    # A process whose first thread has ended shows its program only in the other threads.
     for directory in (f"/proc/{pid}", *_threads(pid)):
         if path := read_link(f"{directory}/exe"):
             try:
                 seen = os.stat(f"{directory}/exe")
             except OSError:
-                # Files of FUSE tell even root nothing but their path: a process must not be spared for that.
+                # Files of FUSE show even root only their path, and a process must not be spared for that.
                 return path, None, False
             return (path, seen.st_uid, _lies_at(path, seen, pid)) if stat.S_ISREG(seen.st_mode) else (None, None, False)
     return None, None, False
 
 
 def _lies_at(path: str, seen: os.stat_result, pid: int) -> bool:
-    """Whether a file is the one at *path*, as its process sees it unless it made what it sees itself."""
+    """Return whether a file is the one at *path*, as its process sees it, or as we do if the process made its view."""
     if not seen.st_nlink:
-        return True  # of a package that was upgraded since
+        return True  # its package was upgraded since
     try:
         return os.path.samestat(os.stat(f"/proc/{pid}/root{path}" if _sees_what_root_made(pid) else path), seen)
     except OSError:
@@ -259,7 +267,7 @@ def _lies_at(path: str, seen: os.stat_result, pid: int) -> bool:
 
 
 def _sees_what_root_made(pid: int) -> bool:
-    """Whether its mount namespace is the machine's, or one that root made: a container's, a service's."""
+    """Return whether its mount namespace is the machine's, or one that root made: a container's, a service's."""
     try:
         mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -277,11 +285,12 @@ def _sees_what_root_made(pid: int) -> bool:
 
 
 def _uses_driver(pid: int) -> tuple[bool | None, bool]:
-    """Whether it uses the driver; and whether what it has mapped could not be read to the end."""
+    """Return whether it uses the driver, and whether its mappings could not be read to the end."""
     if opened := _in_time(pid, "files", _has_driver_open):
         return True, False
-    # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
-    # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
+    # CAP_SYS_PTRACE is enough to read the mappings, and the driver's library maps its devices.  The open files are only
+    # those of the first thread, which may have ended, or have other files than the threads that compute; the mappings
+    # are those of all threads.
     mapped = _in_time(pid, "maps", _maps_the_driver)
     return mapped or (None if mapped is None else opened), mapped is None
 
@@ -291,7 +300,10 @@ def _driver_nodes() -> dict[str, os.stat_result]:
 
 
 def _has_driver_open(pid: int) -> bool | None:
-    """Whether its first thread has; None: only CAP_DAC_READ_SEARCH opens that directory, and with it all others."""
+    """Return whether its first thread has the driver open, or None if we may not look.
+
+    Only CAP_DAC_READ_SEARCH opens that directory, and with it all others.
+    """
     wanted = {node.st_rdev for node in _driver_nodes().values() if stat.S_ISCHR(node.st_mode)}
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -306,7 +318,10 @@ def _has_driver_open(pid: int) -> bool | None:
 
 
 def _maps_the_driver(pid: int) -> bool:
-    """By device and inode: in a mount namespace of one's own a node of the driver can have any path."""
+    """Return whether it maps a node of the driver, by device and inode.
+
+    In a mount namespace of their own, users can give any path to a node of the driver.
+    """
     nodes = _driver_nodes()
     wanted = {(node.st_dev, node.st_ino) for node in nodes.values()}
     for name, node in nodes.items():
@@ -322,7 +337,10 @@ def _maps_the_driver(pid: int) -> bool:
 
 
 def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:
-    """(device, inode) of each mapping of a file; never all of them in memory: /proc/PID/maps can be 300 MB and more."""
+    """Yield (device, inode) of each mapping of a file.
+
+    They are never all in memory, because /proc/PID/maps can be 300 MB and more.
+    """
     place = 0
     try:
         while True:
@@ -332,8 +350,8 @@ def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:
             )
             yield os.makedev(major, minor), inode
     except OSError as error:
-        if error.errno != errno.ENOTTY:  # of an older kernel
-            if error.errno in (errno.ENOENT, errno.ESRCH):  # there are no more; the thread has ended
+        if error.errno != errno.ENOTTY:  # which an older kernel returns
+            if error.errno in (errno.ENOENT, errno.ESRCH):  # there are no more mappings; the thread has ended
                 return
             raise
     for match in filter(None, map(_MAPPED.match, maps)):
@@ -341,11 +359,11 @@ def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _foreign_code(pid: int) -> str:
-    """Where code lies that a process can run, beside unchanged files of root's in places where only root can put them.
+    """Return where foreign code lies that a process can run: "file", "memory" or "nowhere".
 
-    A user can bring code in by LD_PRELOAD, and go on in memory that is no file ("memory") or in pages of root's library
-    that they have changed ("file").  In a user namespace of their own they even choose what /proc/PID/exe says
-    (PR_SET_MM).
+    Foreign is all code except unchanged files of root's in places where only root can put them.  Users can bring code
+    in by LD_PRELOAD, and go on in memory that is no file ("memory") or in pages of root's library that they have
+    changed ("file").  In a user namespace of their own they can even choose what /proc/PID/exe says (PR_SET_MM).
     """
     if not _sees_what_root_made(pid) or not os.path.samefile(f"/proc/{pid}/ns/user", "/proc/self/ns/user"):
         return "file"
@@ -385,10 +403,11 @@ SESSIONS = "/run/systemd/sessions"  # a file of systemd-logind for each: "UID=10
 
 
 def is_at_the_seat(facts: ProcessFacts) -> bool:
-    """Whether a process belongs to a session at a seat of the machine: the screen and keyboard that are plugged in.
+    """Return whether a process belongs to a session at a seat: the screen and keyboard that are plugged in.
 
-    logind gives seats, and never one to a session over ssh.  Users choose neither that nor the scope of a session, in
-    which the kernel keeps its processes.  Those below the systemd of a user belong to all sessions of that user.
+    logind assigns seats, and never assigns one to a session over ssh.  Users choose neither the seat nor the scope of a
+    session, in which the kernel keeps its processes.  Processes below the systemd of a user belong to all sessions of
+    that user.
     """
     uid, cgroup = facts.uids[0], facts.cgroup or ""
     own = re.search(rf":/user\.slice/user-{uid}\.slice/(session-[^/\n]+\.scope|user@{uid}\.service)", cgroup)

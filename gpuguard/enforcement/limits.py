@@ -1,9 +1,9 @@
-"""Limits on the guard itself: what it did lately and what follows from that, and how much it may write into its log.
+"""Limits on the guard itself: those that follow from its recent actions, and how much it may write into its log.
 
-Many signals at once are always a mistake: of a policy, of a driver, of ours.  So they come one by one, far apart, and
-what was done without being enforced counts like what was, so that a dry run shows what would really happen.  After a
-restart the actions of the last hour come out of the audit log: each has had its line there before it was done.
-Times are CLOCK_BOOTTIME, in seconds.  Does not look at the machine: see preflight.
+Many signals at once are always a mistake: of a policy, of a driver, or of ours.  So signals come one by one, far apart.
+Dry runs are counted as enforced actions are, so that a dry run shows what would really happen.  After a restart, the
+actions of the last hour are read from the audit log, because each had its line there before it was done.
+Times are CLOCK_BOOTTIME, in seconds.  This module does not look at the machine: see preflight.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_id
 
 HOUR = 3600.0
-JOBS_PER_MINUTE = 3  # that are signalled, where a policy file does not say it
+JOBS_PER_MINUTE = 3  # that are signalled, unless a policy file names another number
 JOBS_PER_HOUR = 10  # that are ended, likewise
-MOST_JOBS = 100  # that a policy file may allow: as many are feared where it is not known what was done
-ENDED_PER_HOUR = 2  # of the same program, each started after the end of the one before: something restarts it
-BETWEEN_ACTIONS = 15.0  # on one device, and before the same is done to the same process again
+MOST_JOBS = 100  # that a policy file may allow; this many are assumed if it is not known what was done
+ENDED_PER_HOUR = 2  # processes of one program, each started after the end of the one before: something restarts it
+BETWEEN_ACTIONS = 15.0  # on one device, and before an action is repeated on the same process
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
 REMEMBERED = 1_000
 
@@ -42,23 +42,23 @@ class FailedCheck:
 
     check: str  # its name in the table of checks
     text: str
-    wait: float | None = None  # seconds after which it is worth another try; None: time alone changes nothing
+    wait: float | None = None  # seconds after which it is worth another try; None if time alone changes nothing
 
 
 @dataclass(frozen=True)
 class PastAction:
-    """Something that was done to a process, would have been, or is about to be."""
+    """An action that was done to a process, would have been, or is about to be."""
 
     clock: float
     action: ActionName
     process: ProcessIdentity
     devices: tuple[str, ...]  # uuids
-    live: bool  # False: dry run
-    signature: str = ""  # user, program, script, claim: what a restarted process has in common with the one before
+    live: bool  # False for a dry run
+    signature: str = ""  # user, program, script, claim: a restarted process shares it with the one before
     memory_used: tuple[tuple[str, int], ...] = ()  # uuid -> bytes in use before, where known
     memory: int | None = None  # bytes that the process had on each of them
-    policy: str = ""  # by which it was wanted
-    uid: int | None = None  # whose process it was
+    policy: str = ""  # the policy that asked for it
+    uid: int | None = None  # the owner of the process
     job: str = ""  # see JobMember
     launch: str = ""
 
@@ -70,14 +70,14 @@ class PastAction:
 
 @dataclass
 class ActionLimits:
-    """The actions of the last hour, and what follows from them."""
+    """The actions of the last hour, and the limits that follow from them."""
 
     past: list[PastAction] = field(default_factory=list)
     per_minute: int = JOBS_PER_MINUTE
     per_hour: int = JOBS_PER_HOUR
     # (process, live) -> clock of its first SIGTERM: a policy may wait longer than an hour before it kills
     _asked_to_end: dict[object, float] = field(default_factory=dict)
-    # -> the SIGKILL that it outlived; in it the devices that are not quarantined for it yet
+    # process -> the SIGKILL that it outlived, with the devices that are not quarantined for it yet
     unkillable: dict[ProcessIdentity, PastAction] = field(default_factory=dict)
     _done: deque[tuple[Verdict, ProcessIdentity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)
@@ -92,10 +92,11 @@ class ActionLimits:
         self.past = [*(past for past in self.past if action.clock - past.clock < HOUR), action]
 
     def priority(self, verdict: Verdict) -> tuple[int, int]:
-        """What verdicts are to be sorted by when not all can be carried out now.
+        """Return the key by which verdicts are sorted when not all can be carried out now.
 
-        First comes the user whose processes were acted on least lately, then who holds the most memory: no user keeps
-        the guard from others, or from a large process of their own, by many small ones that break a rule.
+        The user whose processes were acted on least lately comes first, and among equals the one who holds the most
+        memory.  So no user can keep the guard from others, or from a large process of their own, by many small
+        processes that break a rule.
         """
         processes = verdict.finding.processes
         uids = {process.uid for process in processes} | {verdict.finding.subject.uid}
@@ -107,26 +108,27 @@ class ActionLimits:
         self._done.append((verdict, process))
 
     def is_done(self, verdict: Verdict, process: ProcessIdentity) -> bool:
-        """Whether that very verdict was: one that means several processes comes again until none of them has to wait.
+        """Return whether that very verdict was carried out on *process*.
 
-        A second SIGTERM can break off the checkpoint that the first one has started.
+        A verdict about several processes comes again until none of them has to wait, and a second SIGTERM can break off
+        the checkpoint that the first one has started.
         """
         return any(settled is verdict and identity == process for settled, identity in self._done)
 
     def first_wanted(self, key: object, clock: float) -> float:
-        """When *key* was asked about for the first time."""
+        """Return the clock at which *key* was asked about for the first time."""
         _shorten(self._wanted)
         return self._wanted.setdefault(key, clock)
 
     def refused_anew(self, key: object, why: object) -> bool:
-        """Whether *key* was not refused for the same reasons the last time: then it is worth a line."""
+        """Return whether a refusal is worth a line: the last one of *key* was not for the same reasons."""
         _shorten(self._refused)
         before = self._refused.get(key)
         self._refused[key] = why
         return before != why
 
     def failed(self, action: PastAction, effect_seen: Callable[[PastAction], bool]) -> Iterator[FailedCheck]:
-        """Every limit that *action*, which is about to be done, would break; dry runs and real actions do not mix.
+        """Yield every limit that *action*, about to be done, would break.  Dry runs and real actions do not mix.
 
         *effect_seen* says whether an action on one of the devices has done what it was meant to do.
         """
@@ -141,7 +143,7 @@ class ActionLimits:
         return filter(None, found)
 
     def _rate(self, lately: list[PastAction], action: PastAction) -> FailedCheck | None:
-        """A job counts by its first signal within the minute, so that it is never hit by halves."""
+        """Check the limit per minute.  A job counts by its first signal in it, so that it is never hit by halves."""
         minute = [past for past in lately if action.clock - past.clock < 60]
         jobs = _jobs(minute, action)
         if jobs.knows(action) or len(jobs.begun) < self.per_minute:
@@ -150,10 +152,10 @@ class ActionLimits:
         return FailedCheck("rate", f"{self.per_minute} jobs signalled in one minute are the most", wait)
 
     def _victims(self, ended: list[PastAction], action: PastAction) -> FailedCheck | None:
-        """The limit of all, and within it that of each user: as many as are left for the others then.
+        """Check the limit per hour and, within it, that of each user: as many jobs as are then left for the others.
 
-        A user who lets small jobs of their own be ended uses up what is left of the hour for themselves alone: 5 of
-        10, and of the 5 that are left another one 3.
+        Users who let small jobs of their own be ended thereby use up only their own part of the hour: one user 5 of
+        10, and another one 3 of the 5 that are left.
         """
         jobs = _jobs(ended, action)
         left = self.per_hour - len(jobs.begun)
@@ -187,13 +189,13 @@ class ActionLimits:
 
 @dataclass(frozen=True)
 class _Jobs:
-    """The jobs of some actions."""
+    """The jobs that some actions were done to."""
 
     of: Mapping[JobMember, str]
     begun: Mapping[str, float]  # the clock of the first action on each
 
     def knows(self, action: PastAction) -> bool:
-        """Whether something was done to the job of *action* already."""
+        """Return whether something was already done to the job of *action*."""
         return self.of[action.member] in self.begun
 
 
@@ -242,7 +244,8 @@ def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> Faile
     for past in disruptive:
         if past.signature == action.signature and past.process != action.process:
             ended[past.process] = max(past.clock, ended.get(past.process, past.clock))
-    # Those that ran at the same time are no restarts of each other.  When one of another boot was started is unknown.
+    # Processes that ran at the same time are no restarts of each other.  If one is of another boot, it is unknown when
+    # it was started.
     restarts, last = 0, float("-inf")
     for (_, started), end in sorted(ended.items(), key=lambda item: item[1]):
         if (started >= last or started < 0) and end <= action.process[1]:
@@ -260,7 +263,7 @@ def _shorten(memory: dict[object, float] | dict[object, object]) -> None:
             del memory[key]
 
 
-OUTCOMES = {"about to": True, "dry run": False}  # of the lines that stand before an action: whether it was enforced
+OUTCOMES = {"about to": True, "dry run": False}  # of the line before an action -> whether the action is enforced
 BEGIN = re.compile(rb'\{"schema": 1, "time_unix_seconds": (\d{1,12}(?:\.\d+)?)[,}]')
 
 _MARK = b'"clock_seconds": '  # in the facts of every action, and of nothing else
@@ -269,17 +272,17 @@ _CLOCK = re.compile(_MARK + rb"(\d{1,12}(?:\.\d+)?)[,}]")
 
 @dataclass(frozen=True)
 class RecoveredActions:
-    """The actions of the last hour, the oldest first, and why some of them are only feared."""
+    """The actions of the last hour, the oldest first, and why some of them are only assumed."""
 
     actions: tuple[PastAction, ...] = ()
     problem: str | None = None
 
 
 def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
-    """The actions of the last hour in the log at *path* and in the older file beside it.
+    """Return the actions of the last hour in the log at *path* and in the older file beside it.
 
-    Where that cannot be read, or a line of it means nothing, there may have been one: no crash can lose an action, and
-    a guard that is restarted each minute signals no more often.
+    If the log cannot be read, or a line of it means nothing, an action is assumed in its place.  So no crash can lose
+    an action, and a guard that is restarted each minute signals no more often.
     *clock* and *now* are CLOCK_BOOTTIME and unix time now.
     """
     actions: list[PastAction] = []
@@ -288,7 +291,8 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
         for line in read_log(path):
             begun = BEGIN.match(line)
             if begun and now - float(begun[1]) > HOUR and not _is_recent(line, boot, clock):
-                # By a clock that may have been set since; of this boot another one tells what was when.
+                # That age is by a clock that may have been set since; another clock tells when actions of this boot
+                # were done.
                 actions, damaged = [action for action in actions if action.process >= (0, 0.0)], 0
             elif not begun or not line.endswith(b"}\n"):
                 damaged += 1
@@ -304,7 +308,7 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
 
 
 def facts_of(action: PastAction) -> dict[str, float | str | None]:
-    """What the line of an action says of it, beside what every line says."""
+    """Return the facts that the line of an action has besides those of every line."""
     return {
         "signature": action.signature or None,
         "job": action.job or None,
@@ -315,13 +319,13 @@ def facts_of(action: PastAction) -> dict[str, float | str | None]:
 
 
 def _is_recent(line: bytes, boot: str, clock: float) -> bool:
-    """Whether it is the line of an action of the last hour in this boot, whatever time of day it names."""
+    """Return whether *line* is of an action of the last hour in this boot, whatever time of day it names."""
     found = _CLOCK.search(line)
     return bool(found and boot and boot.encode() in line and clock - float(found[1]) < HOUR)
 
 
 def _action_of(line: bytes, boot: str, clock: float, now: float) -> PastAction | None:
-    """The action that a line announces; None when the line cannot be right."""
+    """Return the action that a line announces, or None if the line cannot be right."""
     try:
         event = loads(line)
         facts = event["facts"]
@@ -332,7 +336,7 @@ def _action_of(line: bytes, boot: str, clock: float, now: float) -> PastAction |
         return PastAction(
             clock=clock - age,
             action=cast("ActionName", str(event["kind"])),  # a newer version may have others, which no limit is about
-            # A process of another boot is none of this one, whatever has its pid.
+            # A process of another boot is no process of this one, whichever has its pid now.
             process=process if same_boot else (0, -done_at),
             devices=tuple(map(str, event.get("devices", ()))),
             live=OUTCOMES[event["outcome"]],
@@ -353,27 +357,29 @@ def _feared(count: int, clock: float) -> tuple[PastAction, ...]:
     )
 
 
-BURST_LINES = 1_000  # about one user, and then
-SECONDS_PER_LINE = 10.0  # one: 3 MB a day
+BURST_LINES = 1_000  # about one user, before the limit of
+SECONDS_PER_LINE = 10.0  # for each further line: 3 MB a day
 REPORT_SECONDS = 60.0  # between two lines that say how many were left out
 
 
 class AuditQuota:
-    """How many lines of the audit log each user has had; clocks are in seconds and never go back.
+    """The number of audit log lines that each user has had.  Clocks are in seconds and never go back.
 
-    The last 30,000 lines are kept: a user who starts and ends what a policy looks at, again and again, would push out
-    within minutes what was done to others.
-    The line of an action, what announces it, and what became of it are always written.  All users without a name count
-    as one: a user who may use user namespaces has 65536 such uids.
+    Only the last 30,000 lines are kept.  Within minutes, a user who again and again starts and ends processes that a
+    policy looks at would push out the lines about what was done to others.
+    The line of an action, its announcement and its outcome are always written.  All users without a name count as one,
+    because a user who may use user namespaces has 65536 such uids.
     """
 
     def __init__(self) -> None:
         self._spent: dict[str | None, float] = {}  # user -> clock at which nothing counts against them any more
-        self._left_out: dict[str | None, tuple[float, Counter[str]]] = {}  # user -> since which clock, and what
+        self._left_out: dict[
+            str | None, tuple[float, Counter[str]]
+        ] = {}  # user -> since which clock, and how many of each kind
         self._announced: tuple[object, ...] | None = None
 
     def admits(self, event: Event, clock: float) -> bool:
-        """Whether *event* is to be written down; if not, it is counted."""
+        """Return whether *event* is to be written down; if not, it is counted."""
         about = event.kind, event.pid, event.claim, event.devices, event.user
         is_action = any(name == "clock_seconds" for name, _ in event.facts)
         if is_action or event.kind == "resume" or event.outcome in ("about to", "unkillable"):
@@ -391,7 +397,7 @@ class AuditQuota:
         return True
 
     def left_out(self, clock: float) -> Iterator[Event]:
-        """For each user about whom lines were left out a line that says so, once a minute."""
+        """Yield, once a minute for each user about whom lines were left out, a line that says so."""
         self._spent = {user: spent for user, spent in self._spent.items() if spent > clock}
         for user, (since, counts) in tuple(self._left_out.items()):
             if clock - since < REPORT_SECONDS:
