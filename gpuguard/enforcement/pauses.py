@@ -1,8 +1,9 @@
 """Pauses: processes that a policy has stopped, and to which the guard owes a SIGCONT, whatever happens to the guard.
 
 Each pause is a file, ``paused.BOOT.PID.START``, written before the SIGSTOP and removed when the process goes on, which
-needs no room on a disk.  To end a pause needs the identity in that name and nothing else: no switch, rule, sample or
-rate.  When in doubt, the process goes on.  Decides on no pause: see actions, and the watchdog for when one is over.
+needs no room on a disk.  The end of a pause needs the identity in that name and nothing else: no switch, rule, sample
+or rate.  When in doubt, the process goes on.  This module does not decide on pauses: see actions, and the watchdog for
+when a pause is over.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, statu
 
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
-LATE_CPU_SECONDS = 0.1  # of each CPU: what a thread used before it stood may be counted after it is seen to stand
+LATE_CPU_SECONDS = (
+    0.1  # of each CPU: what a thread used before it stopped may be counted after it is seen to be stopped
+)
 _NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
 _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A process that a policy has stopped.  All but the process is for people."""
+    """A process that a policy has stopped.  All fields except the process are for people."""
 
     process: ProcessIdentity
     policy: str = ""
@@ -46,17 +49,17 @@ class Pause:
     devices: tuple[str, ...] = ()
     claim: str | None = None
     traced: bool = False  # it had a debugger before
-    on_terminal: bool = False  # its user is told on its terminal: no `gpuguard run` says it
+    on_terminal: bool = False  # its user is informed on its terminal, because no `gpuguard run` does so
 
 
 class Pauses:
-    """The pauses of one machine.  The files are the truth: `gpuguard resume` ends pauses beside a daemon."""
+    """The pauses of one machine.  The files are the truth, because `gpuguard resume` ends pauses beside a daemon."""
 
     def __init__(self, directory: LockDirectory | None, append: Callable[[Event], bool]) -> None:
         self._directory, self._append = directory, append
         self._rehearsed: dict[ProcessIdentity, Pause] = {}  # of policies that only observe: no process is stopped
-        self._stood_at: dict[ProcessIdentity, float] = {}  # its CPU seconds, at most, when all of it was seen to stand
-        # What became of those that go on already, where it could not be written down; and when that is tried again.
+        self._stood_at: dict[ProcessIdentity, float] = {}  # CPU seconds, at most, when all its threads were stopped
+        # The outcomes of pauses that have ended but could not be written down yet, and when that is tried again.
         self._unwritten, self._try_at = dict[ProcessIdentity, tuple[PauseEnd, str]](), 0.0
 
     @property
@@ -64,26 +67,26 @@ class Pauses:
         return daemon_files(self._directory) if self._directory else None
 
     def begin(self, pause: Pause) -> None:
-        """Write down a pause that is about to begin.  Raises OSError: then nothing may be stopped."""
+        """Write down a pause that is about to begin.  Raises OSError if that fails: then nothing may be stopped."""
         if self._directory is None:
             raise OSError("there is no directory of claims")
         if pause.process in self._unwritten:  # its file would be taken for that of this pause
             raise OSError("the end of its last pause is not written down yet")
-        # Everybody may read it, as in `gpuguard resume --list`.  A crash of the machine ends the process, too.
+        # Everybody may read it, as `gpuguard resume --list` does.  A crash of the machine ends the process as well.
         write_file(self._path(pause.process), json.dumps(asdict(pause)).encode("ascii"))
 
     def rehearse(self, pause: Pause) -> None:
-        """Remember a pause that would have begun, so that its end is written down as that of a real one."""
+        """Remember a pause that would have begun, so that its end is written down like that of a real one."""
         self._rehearsed[pause.process] = pause
 
     def of(self, process: ProcessIdentity, *, live: bool) -> Pause | None:
-        """The pause of a process, if it has one that lasts."""
+        """Return the pause of a process, or None if it has none that still lasts."""
         pauses = self.read() if live else self._rehearsed.values()
         is_over = live and process in self._unwritten
         return next((pause for pause in pauses if pause.process == process and not is_over), None)
 
     def read(self) -> tuple[Pause, ...]:
-        """All of them, the oldest process first.  Those of another boot are removed: nothing stands any more."""
+        """Return all pauses, the oldest process first.  Those of another boot are removed, because they are over."""
         files, found = self._files, []
         with suppress(OSError):
             for name in os.listdir(files.path) if files else ():
@@ -96,14 +99,15 @@ class Pauses:
         return tuple(sorted(found, key=_by_age))
 
     def processes(self, *, rehearsed: bool) -> frozenset[ProcessIdentity]:
-        """What stands by a pause; with *rehearsed*, also what would."""
+        """Return the processes that are paused; with *rehearsed*, also those that would be."""
         pauses = (*self.read(), *(self._rehearsed.values() if rehearsed else ()))
         return frozenset(pause.process for pause in pauses)
 
     def settle(self, why_over: Callable[[Pause, bool], str | None], *, owed: bool = True) -> None:
         """End each pause for which *why_over* has a reason, and forget those that another hand has ended.
 
-        *why_over* is also told whether the process is really stopped.  Not *owed*: those are another guard's.
+        *why_over* is also told whether the process is really stopped.  Without *owed*, real pauses are left alone,
+        because they are another guard's.
         """
         for pause in sorted(self._rehearsed.values(), key=_by_age):
             if (why := why_over(pause, False)) or not identity.is_alive(pause.process):
@@ -119,11 +123,12 @@ class Pauses:
                 self.end(pause, why or "its pause is over")
 
     def end(self, pause: Pause, why: str, *, live: bool = True) -> PauseEnd | Literal[""]:
-        """Let a process go on, and write down what became of it: "done", "gone", "left" or "not permitted".
+        """Let a process go on, and write down the outcome: "done", "gone", "left" or "not permitted".
 
-        Not *live*: "dry run" in place of "done".
+        Without *live*, it is "dry run" instead of "done".
 
-        "" means that it is not known, because no descriptor is left to look: the next settle() tries it again.
+        The result is "" if the outcome is not known, because no descriptor is left to look: the next settle() tries
+        again.
         """
         stood_at = self._stood_at.get(pause.process) if live else None
         outcome = self._unwritten.pop(pause.process, None) if live else None
@@ -161,12 +166,15 @@ class Pauses:
         return self._files.file(f"paused.{boot_id()}.{process[0]}.{process[1]!r}")
 
     def _cpu_when_it_stood(self, pause: Pause) -> float | None:
-        """Its CPU seconds when all of its threads were first seen to be stopped, and what may be counted late."""
+        """Return the CPU seconds of a process when all its threads were first seen to be stopped, or None before that.
+
+        They include those that may be counted late.
+        """
         if (known := self._stood_at.get(pause.process)) is not None:
             return known
         pid = pause.process[0]
         threads = [parse_stat(read_proc(f"{path}/stat") or b"") for path in glob.glob(f"/proc/{pid}/task/*")]
-        now = stat_of(pid)  # after the threads: whichever still runs uses more of the CPU before it stands
+        now = stat_of(pid)  # after the threads, because one that still runs uses more of the CPU before it stops
         stands = now is not None and all(thread and thread.state in "TtZX" for thread in threads)
         late = LATE_CPU_SECONDS * min(len(threads), os.cpu_count() or 1)
         return now.cpu_seconds + late if now and stands else None
@@ -185,12 +193,12 @@ def _read(path: str, process: ProcessIdentity, owners: tuple[int, ...]) -> Pause
 
 
 def _remove(path: str) -> None:
-    with suppress(OSError):  # what is left is found and ended once more, which changes nothing
+    with suppress(OSError):  # a file that is left is found and its pause ended once more, which changes nothing
         os.unlink(path)
 
 
 def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[PauseEnd, str] | None:
-    """Send SIGCONT, unless the process is stopped by another hand; what became of it, None: no way to look."""
+    """Send SIGCONT unless somebody else stops the process.  Returns the outcome, or None if there is no way to look."""
     pid, started = pause.process
     try:
         pidfd = os.pidfd_open(pid)
@@ -216,7 +224,7 @@ def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
     if not pause.traced and status_words(pause.process[0], b"TracerPid") not in ([], [b"0"]):
         return "a debugger has it"
     if stood_at is None:
-        return None  # our SIGSTOP may be on its way still
+        return None  # our SIGSTOP may still be on its way
     if _is_being_stopped(now):
         return "another signal stops it"
     if now.state == "T" and now.cpu_seconds > stood_at:
@@ -225,7 +233,7 @@ def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
 
 
 def _is_being_stopped(now: Stat) -> bool:
-    """Whether a signal that would stop it waits to be delivered, which SIGCONT would drop."""
+    """Return whether a signal that would stop the process waits to be delivered, because SIGCONT would drop it."""
     pid = int(now.name.partition(b" ")[0])
     masks = [status_words(pid, name) for name in (b"ShdPnd", b"SigPnd", b"SigBlk")]
     shared, own, blocked = (int(words[0], 16) if words else 0 for words in masks)

@@ -1,8 +1,9 @@
-"""Whether another user's process may be signalled, or a claim released, now: every check, in one table.
+"""Every check whether another user's process may be signalled, or a claim released, now: all in one table.
 
-The order is the protection.  First a pidfd, which keeps meaning the same process (or the open files of the claim); then
-the driver is asked again and /proc is read; last of all the process behind the pidfd is alive, so that its pid cannot
-have changed hands meanwhile.  What cannot be read counts against acting.  Does nothing itself: see actions.
+The order is the protection.  First a pidfd is opened, which keeps meaning the same process (or the open files of the
+claim are borrowed); then the driver is asked again and /proc is read; last of all the process behind the pidfd must be
+alive, so that its pid cannot have changed hands meanwhile.  A fact that cannot be read counts against acting.  This
+module does nothing itself: see actions.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, s
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner
 
-INTERVALS = 2  # between samples: how old one may be to act by
-TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one for the sample's
+INTERVALS = 2  # between samples: a sample that is older is not acted on
+TICKS = 2  # start times are cut to ticks of 10 ms: one for that of the process, one for that of the sample
 
 # Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
 CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
@@ -60,40 +61,40 @@ _FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must pe
 
 
 class Notifier(Protocol):
-    """Sends messages; never waits for that."""
+    """A sender of messages, which never waits until they are sent."""
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
-        """Send to the target of that name; "queued", or why not."""
+        """Send a message to the target *name*, and return "queued", or why it is not."""
 
 
 @dataclass(frozen=True)
 class ActionContext:
-    """Who acts, by which rules, and with what."""
+    """The settings by which the guard acts, and its means."""
 
     backend: Backend  # to ask the driver again
-    append: Callable[[Event], bool]  # writes it down; False when it could not
+    append: Callable[[Event], bool]  # writes an Event down; False if it could not
     still_true: Callable[[Verdict, Snapshot], bool]  # whether the condition holds on a fresh snapshot
     enforce: bool = False  # the daemon's switch; the policy has the other one
     interval: float = 10.0  # seconds between two samples
     protected: frozenset[int] = frozenset()  # uids that are never touched, beside root and the system's
     protected_executables: tuple[str, ...] = ()  # globs of whole paths of programs that are never touched
-    # When a process came to a device, where it is proven that its row there is its own: see policies.arrivals.
+    # When a process came to a device, or None unless its row there is proven to be its own: see policies.arrivals.
     arrived: Callable[[str, tuple[int, float]], float | None] = lambda device, process: None
     member: Callable[[ProcessIdentity], JobMember] = alone  # what a process shares with others of its job
-    jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of what we started ourselves as jobs
+    jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of the jobs that we started ourselves
     share_host_pids: bool = False  # the driver's pids are ours although this is not the first pid namespace
     interactive_grace: float = INTERACTIVE_SECONDS  # that notebooks, debuggers and terminals get on top
     notifier: Notifier | None = None
-    language: str = ENGLISH  # of what is written to terminals, where the step does not say
+    language: str = ENGLISH  # of text on terminals, unless the step names one
     templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)  # by language
-    longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt what is theirs
-    directory: LockDirectory | None = None  # of the claims, where it is written who is denied and what is quarantined
+    longest_keep: float = LONGEST_KEEP  # seconds for which users may exempt their own processes and claims
+    directory: LockDirectory | None = None  # of the claims, and of the denied users and quarantined devices
     limits: ActionLimits = field(default_factory=ActionLimits)
-    pauses: Pauses | None = None  # where a pause is written down that the guard must end; None: a person ends it
-    alarm: tuple[str, ...] = ()  # targets of the notifier that are told what no policy has foreseen
+    pauses: Pauses | None = None  # keeps the pauses that the guard must end; None if a person ends them
+    alarm: tuple[str, ...] = ()  # targets of the notifier for alarms that no policy has foreseen
 
     def is_live(self, verdict: Verdict) -> bool:
-        """Whether both switches are on: else it is a dry run."""
+        """Return whether both switches are on; otherwise it is a dry run."""
         return self.enforce is True and verdict.enforce is True
 
 
@@ -104,7 +105,7 @@ class ProcessTarget:
     pid: int
     start_time: float | None
     uid: int | None
-    devices: tuple[str, ...]  # uuids on which the sample has it
+    devices: tuple[str, ...]  # uuids of those on which the sample has it
     user: str | None = None
     memory_used: int | None = None  # bytes on the first of them
 
@@ -116,7 +117,7 @@ class ProcessTarget:
 
 @dataclass
 class Preflight:
-    """One target, a process or a claim, with everything that the checks go by, and those that failed.
+    """One target, a process or a claim, with all facts that the checks go by, and the checks that failed.
 
     It is filled while it is checked, and not changed after that.
     """
@@ -126,12 +127,12 @@ class Preflight:
     context: ActionContext
     clock: float  # when the facts were read
     process: ProcessTarget | None = None  # the target, if it is a process
-    claim: ClaimRecord | None = None  # the target, if it is a claim: with what it really holds
+    claim: ClaimRecord | None = None  # the target, if it is a claim, with the devices that it really holds
     pidfd: int = -1  # of the process, once it is held
     locks: LockHandle | None = None  # the open files of the claim, lent by its holder
     fresh: Snapshot | None = None  # the driver's answer after the target was held
-    facts: ProcessFacts | None = None  # what /proc says of the process after that
-    failed: tuple[FailedCheck, ...] = ()  # what speaks against acting
+    facts: ProcessFacts | None = None  # the facts about the process from /proc, read after that
+    failed: tuple[FailedCheck, ...] = ()  # the reasons against acting
     ended: bool = False  # the process is over
 
     @property
@@ -148,22 +149,22 @@ class Preflight:
 
     @property
     def uid(self) -> int | None:
-        """Whose process or claim it is."""
+        """The uid of the owner of the process or claim, or None if that is not known."""
         return self.process.uid if self.process else certain_owner(self.claim.uid) if self.claim else None
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The uuids that are touched."""
+        """The uuids of the devices that are touched."""
         return self.process.devices if self.process else self.claim.devices if self.claim else ()
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Of the process or the holder."""
+        """The ancestors of the process or the holder."""
         return procfs.ancestors(self.identity[0])
 
     @cached_property
     def action(self) -> PastAction:
-        """What is about to be done, for the limits and for the audit log."""
+        """The action that is about to be done, for the limits and for the audit log."""
         devices = (self.fresh or self.snapshot).devices if self.process else ()
         used = [(device.uuid, device.memory_used) for device in devices if device.uuid in self.devices]
         member = self.context.member(self.identity) if self.process else alone(self.identity)
@@ -184,7 +185,7 @@ class Preflight:
 
     @cached_property
     def claim_of_process(self) -> str:
-        """The id of the claim that the process or an ancestor of it holds or made; "" without one."""
+        """The id of the claim that the process or an ancestor of it holds or made, or "" if there is none."""
         if not self.process:
             return ""
         family = {self.process.pid, *self.ancestors}
@@ -193,7 +194,7 @@ class Preflight:
 
 
 def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
-    """The processes that an action of *verdict* would mean, each once."""
+    """Return the processes that an action of *verdict* would mean, each once."""
     subject, named = verdict.finding.subject, list[str]()
     wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
     if subject.kind == "process" and subject.pid is not None:
@@ -213,13 +214,13 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
 
 
 def checkpoint_signal(verdict: Verdict) -> int:
-    """The signal that a step names."""
+    """Return the signal that a step names."""
     number = dict(verdict.options).get("signal", signal.SIGUSR1)
     return int(number) if isinstance(number, int) and not isinstance(number, bool) else 0
 
 
 def slurm_job(target: Preflight) -> str | None:
-    """The Slurm job that the process or the claim belongs to."""
+    """Return the Slurm job that the process or the claim belongs to."""
     if target.claim:
         return slurm.job_of_claim(target.claim.id)
     pid = target.identity[0]
@@ -230,12 +231,12 @@ def slurm_job(target: Preflight) -> str | None:
 def check_process(
     verdict: Verdict, snapshot: Snapshot, context: ActionContext, process: ProcessTarget
 ) -> Iterator[Preflight]:
-    """*process* with a pidfd and the checks that failed; the pidfd is closed afterwards."""
+    """Yield *process* with a pidfd and the checks that failed.  The pidfd is closed afterwards."""
     target = Preflight(verdict, snapshot, context, boot_clock(), process)
     target.failed = _failed(EARLY, target)
     with ExitStack() as stack:
         try:
-            if not target.failed:  # else no system call sees this pid
+            if not target.failed:  # otherwise no system call sees this pid
                 target.pidfd = os.pidfd_open(process.pid)
                 stack.callback(os.close, target.pidfd)
         except ProcessLookupError:
@@ -250,14 +251,14 @@ def check_process(
 
 @contextmanager
 def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Iterator[Preflight]:
-    """The claim of *verdict* with its files borrowed and the checks that failed."""
+    """Yield the claim of *verdict* with its files borrowed and the checks that failed."""
     target = Preflight(verdict, snapshot, context, boot_clock())
     claim, directory = _claim_meant(verdict, snapshot, context.directory), context.directory
     if isinstance(claim, FailedCheck):
         target.failed = (claim,)
         yield target
         return
-    assert directory is not None  # or no claim were meant
+    assert directory is not None  # otherwise no claim would be meant
     target.claim = claim
     target.failed = _failed(EARLY, target)
     with ExitStack() as stack:
@@ -276,7 +277,7 @@ def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
 
 
 def _samples_again(target: Preflight, check: str) -> bool:
-    """Whether the driver answers once more; where it does not, *check* has failed."""
+    """Ask the driver once more, and return whether it answers.  If it does not, *check* has failed."""
     try:
         target.fresh = target.context.backend.sample(WHO_FIELDS, list(target.devices))
     except BackendError as error:
@@ -285,7 +286,7 @@ def _samples_again(target: Preflight, check: str) -> bool:
 
 
 def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory | None) -> ClaimRecord | FailedCheck:
-    """The claim of *verdict* with what it really holds: its record may name whatever devices it likes."""
+    """Return the claim of *verdict* with the devices that it really holds, because its record may name any devices."""
     subject = verdict.finding.subject
     if subject.claim is None or subject.uid is None or subject.uid < 0 or "/" in subject.claim:
         return FailedCheck("claim", "no claim is meant")
@@ -302,7 +303,7 @@ def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory 
     return (claim and claim_named(held, claim.uid, claim.id)) or FailedCheck("claim", "it has ended")
 
 
-# The checks.  Each says what speaks against acting, or None.
+# The checks.  Each returns the reason against acting, or None.
 
 
 def _live(target: Preflight) -> str | None:
@@ -373,10 +374,10 @@ def _driver(target: Preflight) -> str | None:
     vendors = {device.vendor for device in target.snapshot.devices if device.uuid in target.devices}
     driver_files = [identity.DRIVER_FILES[name] for name in vendors]
     if target.context.backend.simulated or (driver_files and not any(map(os.path.exists, driver_files))):
-        return None  # nothing to hold on to: under WSL, for example
+        return None  # there is no file to go by: under WSL, for example
     facts, arrived = target.facts, target.context.arrived
     if facts and facts.hides and any(arrived(uuid, target.identity) is not None for uuid in target.devices):
-        return None  # no other process can be meant: that is as good as seeing it
+        return None  # no other process can be meant, which is as good as seeing the files
     if facts is None or facts.uses_driver is None:
         return "whether it has the driver open cannot be seen"
     if facts.uses_driver:
@@ -388,7 +389,7 @@ def _kind(target: Preflight) -> str | None:
     own = _rows_now(target)
     if own and not any(computes(row, device) for device, row in own):
         return "it is no more than a desktop there"
-    # On all GPUs: what draws on one, and computes on another, takes what is on the screen along.
+    # All GPUs count, because a process that draws on one and computes on another takes its windows along when it ends.
     elsewhere = [row for device in target.snapshot.devices for row in device.processes or ()]
     kinds = {row.kind for row in elsewhere if row.pid == target.identity[0]} | {row.kind for _, row in own}
     if kinds & DRAWING and (target.facts is None or identity.is_at_the_seat(target.facts)):
@@ -399,11 +400,11 @@ def _kind(target: Preflight) -> str | None:
 
 
 def _has_clients_of_several_users(device: Device) -> bool:
-    """Whether the end of an MPS client on *device* may take clients of other users along.
+    """Return whether the end of an MPS client on *device* may take clients of other users along.
 
-    Only root can start a server for several users, `nvidia-cuda-mps-control -multiuser-server`.  Any other serves one
-    user at a time, so that only clients of that user suffer, and the server: it shelters no process.  The
-    driver lists a server as a process that computes, and its clients as such and in the list of MPS.
+    Only root can start a server for several users, `nvidia-cuda-mps-control -multiuser-server`.  Any other server
+    serves one user at a time, so only that user's clients and the server itself suffer, and it shelters no process.
+    The driver lists a server as a process that computes, and its clients both as such processes and in the list of MPS.
     """
     rows = device.processes or ()
     if not any(row.uid == 0 and os.path.basename(row.executable or MPS_SERVER) == MPS_SERVER for row in rows):
@@ -424,7 +425,7 @@ def _owner(target: Preflight) -> str | None:
 
 
 def _rows_now(target: Preflight) -> list[tuple[Device, GpuProcess]]:
-    """What the driver listed of the process on each of the target's devices, asked again."""
+    """Return the rows of the process that the driver listed on each of the target's devices when it was asked again."""
     devices = [device for device in (target.fresh.devices if target.fresh else ()) if device.uuid in target.devices]
     return [(device, row) for device in devices for row in device.processes or () if row.pid == target.identity[0]]
 
@@ -449,7 +450,7 @@ def _program(target: Preflight) -> str | None:
         return f"{facts.executable} belongs to the system"
     if not identity.has_path_of(facts, globs):
         return None
-    # With a deadline: what lies there for us may be a user's own file system, or a server that does not answer.
+    # This has a deadline, because that path may lead us to a user's own file system, or to a server that hangs.
     meant = in_time(target.identity[0], "program", partial(identity.runs_one_of, facts, globs))
     return None if meant is False else f"{facts.executable} is protected"
 
@@ -526,7 +527,7 @@ def _unused(target: Preflight) -> str | None:
         return unknown
     if users:
         return f"pid {users[0].pid} computes under it"
-    held = set(target.claim.devices)  # of a divided GPU the driver shows all instances
+    held = set(target.claim.devices)  # for a divided GPU the driver shows all instances
     devices = [device for device in target.fresh.devices if held & {device.uuid, device.parent_uuid}]
     if any(device.memory_used is None or device.memory_used > idle_limit(device) for device in devices):
         return "memory is in use, though no process is listed"
@@ -534,7 +535,7 @@ def _unused(target: Preflight) -> str | None:
 
 
 def _rule(target: Preflight) -> str | None:
-    finding = target.verdict.finding  # of a user's processes it may hold for others alone by now
+    finding = target.verdict.finding  # by now it may hold only for other processes of the user
     own = tuple(row for row in finding.processes if (row.pid, row.start_time) == target.identity)
     verdict = replace(target.verdict, finding=replace(finding, processes=own))
     if target.fresh and target.context.still_true(verdict, target.snapshot.updated(target.fresh)):
@@ -550,7 +551,7 @@ def _limits(target: Preflight) -> tuple[FailedCheck, ...]:
 
 
 def effect_seen(past: PastAction, now: Snapshot) -> bool:
-    """Whether the process of *past* is gone and its memory is back, on those of its devices that *now* has."""
+    """Return whether the process of *past* is gone and its memory is back, on those of its devices that *now* has."""
     if identity.is_alive(past.process):
         return False
     for uuid, before in past.memory_used:
@@ -562,14 +563,15 @@ def effect_seen(past: PastAction, now: Snapshot) -> bool:
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """A row of the table: the check, and for which targets."""
+    """A row of the table: a check, and the kinds of targets that it is for."""
 
     check: Callable[[Preflight], str | tuple[FailedCheck, ...] | None]
     process: bool = True
     claim: bool = False
 
 
-# Those that open nothing, and those that are asked once the target is held and the driver has answered again.
+# EARLY has the checks that open nothing; LATE has those that run once the target is held and the driver has answered
+# again.
 EARLY = {
     "live": PreflightCheck(_live, claim=True),
     "pid": PreflightCheck(_pid),

@@ -1,7 +1,7 @@
 """The only file that sends signals: to this process, to a process of our own job, and, by pidfd alone, to others.
 
 A pid can be given to another process between a look and a kill; a pidfd keeps meaning the same process.
-Does not decide whom or when: see run for our own jobs, and actions with its preflight for everybody else's.
+This module does not decide whom to signal or when: see run for our own jobs, and actions with its preflight for others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def forward(pidfd: int, signum: int) -> Literal["sent", "gone", "not permitted"]
 
 
 def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see die_of
-    """Stop this process as Ctrl-Z does; returns when it is continued.
+    """Stop this process as Ctrl-Z does, and return when it is continued.
 
-    By SIGTSTP it is not stopped where nothing could continue it: in a process group without a shell.
+    SIGTSTP does not stop it where nothing could continue it: in a process group without a shell.
     """
     former = None if signum == signal.SIGSTOP else signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signum)
@@ -40,7 +40,7 @@ def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see di
 
 
 def die_of(signum: int) -> NoReturn:  # pragma: no cover: what dies counts nothing; test_preflight sees it from outside
-    """End this process by *signum*, so that its parent sees that signal; runs no clean-up.
+    """End this process by *signum*, so that its parent sees that signal, and without any clean-up.
 
     A shell script stops at Ctrl-C only when its command died *of* SIGINT: an exit code of 130 lets it go on.
     """
