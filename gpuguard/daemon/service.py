@@ -229,7 +229,7 @@ class Daemon:
         with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
-            with suppress(OSError):  # of the previous daemon
+            with suppress(OSError):  # the policies of the previous daemon
                 os.unlink(daemon_files(self._directory).file(last_good.POLICIES))
             if self._settings.policy:
                 self._start()

@@ -1,4 +1,4 @@
-"""The actions of policies.  Each has everything here: its keys in a step, its help (their docstring), its function.
+"""The actions of policies.  Each is one thing: its keys in a step, its help (their docstring), its function.
 
 act() runs every check of preflight, writes down what it is about to do, and only then does it, unless the writing took
 so long that the checks are out of date; a dry run leaves out only that last call.  What an action takes away, and from
@@ -388,7 +388,7 @@ class QuarantineKeys:
 def _quarantine(
     verdict: Verdict, snapshot: Snapshot, context: ActionContext, process: ProcessIdentity | None = None
 ) -> ActionOutcome:
-    """Deny new claims of the device, but never of the whole machine, because a driver may report nonsense.
+    """Quarantine the device, but never the whole machine, because a driver may report nonsense.
 
     *process* is the process that causes the quarantine, which ends with it.
     """

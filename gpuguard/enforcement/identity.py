@@ -45,9 +45,7 @@ SYSTEM_PROGRAMS = (
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
 DRIVER_FILES = {name: vendor.control_node for name, vendor in VENDORS.items()}
-DRIVER_NODES = tuple(
-    pattern for vendor in VENDORS.values() for pattern in vendor.nodes
-)  # the other device nodes, as globs
+DRIVER_NODES = tuple(pattern for vendor in VENDORS.values() for pattern in vendor.nodes)  # the other nodes, as globs
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
 # These reads may take so many times longer than others, whatever other users do, because the owner of a process can

@@ -373,9 +373,7 @@ class AuditQuota:
 
     def __init__(self) -> None:
         self._spent: dict[str | None, float] = {}  # user -> clock at which nothing counts against them any more
-        self._left_out: dict[
-            str | None, tuple[float, Counter[str]]
-        ] = {}  # user -> since which clock, and how many of each kind
+        self._left_out: dict[str | None, tuple[float, Counter[str]]] = {}  # user -> since which clock, counts by kind
         self._announced: tuple[object, ...] | None = None
 
     def admits(self, event: Event, clock: float) -> bool:

@@ -31,9 +31,7 @@ from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, statu
 
 MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
-LATE_CPU_SECONDS = (
-    0.1  # of each CPU: what a thread used before it stopped may be counted after it is seen to be stopped
-)
+LATE_CPU_SECONDS = 0.1  # of each CPU: what a thread used before it stopped may be counted after we see it stopped
 _NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
 _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 

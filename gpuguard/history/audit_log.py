@@ -1,8 +1,8 @@
-"""The audit log: one JSON object per line, appended whole or not at all, for its owner alone; and the one reader of it.
+"""The audit log: one JSON object per line, appended whole or not at all, for its owner alone; and its only reader.
 
 It lies in $GPUGUARD_EVENTS, else $XDG_STATE_HOME/gpuguard/events.jsonl, else ~/.local/state/gpuguard/events.jsonl.
-Does not decide what is worth a line.  Writing never fails: a caller that must not act unrecorded checks what append()
-returns.
+This module does not decide which events are worth a line.  Writing never raises, so a caller that must not act
+unrecorded checks what append() returns.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from gpuguard.users import user_name
 MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
 ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; the older file is kept beside it as events.jsonl.1
 MOST_OLDER = 1000  # files: 10 GB
-MAX_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
+MAX_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: beyond them no line is written
 
-_keep_seconds: float | None = None  # for which still older files are kept, as .2, .3, ...; None: there are none
+_keep_seconds: float | None = None  # for which still older files are kept, as .2, .3, ..., or None to keep none
 _reason = ""  # why a line could not be written
-_stuck = False  # it is known, and reported, that the log cannot be set aside
+_stuck = False  # whether the log cannot be set aside, which was reported
 
 Line = Mapping[str, Any]  # an event as it is decoded
 
 
 def keep_older(seconds: float | None) -> None:
-    """From now on keep the files that this process sets aside for so long, since their last line."""
+    """From now on, keep the files that this process sets aside until *seconds* after their last line."""
     global _keep_seconds
     _keep_seconds = seconds
 
 
 def append(event: Event) -> bool:
-    """Write *event* behind the others; False when it could not be written down."""
+    """Write *event* at the end of the log, and return whether it could be written."""
     global _reason
     try:
         _append(event)
@@ -74,12 +74,12 @@ def _append(event: Event) -> None:
 
 
 def complaint() -> str:
-    """Which log could not be written when append() said False the last time, and why."""
+    """Return which log could not be written when append() last returned False, and why."""
     return f"{events_path()}{_reason and f': {_reason}'}"
 
 
 def events_path() -> str:
-    """Where the lines of this user go."""
+    """Return the path of the log that the lines of this user go to."""
     named = os.environ.get("GPUGUARD_EVENTS")
     if named:
         return named
@@ -88,12 +88,13 @@ def events_path() -> str:
 
 
 def _open(path: str) -> int:
-    # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
+    # O_NONBLOCK, because a FIFO in that place must not hang the job that is being started.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return open_named(path, flags)
     except FileNotFoundError:
-        if path.startswith("~"):  # of a uid without a name or HOME; a user who removes a directory ~ means another one
+        # The uid has no name or HOME.  A directory named ~ is not made: a user who removes `~` removes another one.
+        if path.startswith("~"):
             raise OSError(errno.ENOENT, _("your home directory is unknown; set HOME")) from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return _create(path, flags)
@@ -105,7 +106,7 @@ def _create(path: str, flags: int) -> int:
     except FileExistsError:  # another process was quicker
         return open_named(path, flags)
     if os.geteuid() == 0 and path == MACHINE_EVENTS:
-        # It is the daemon's: a log that root made would keep it from writing, and so from doing anything.
+        # The log is the daemon's: one that root made would keep the daemon from writing, and so from doing anything.
         owner = os.stat(os.path.dirname(path))
         os.fchown(descriptor, owner.st_uid, owner.st_gid)
     return descriptor
@@ -118,7 +119,7 @@ def _encoded(event: Event) -> bytes:
 
 
 def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
-    """As _rotate(); where that fails the line stands all the same, and it is tried again behind the next one."""
+    """Rotate the log as _rotate() does.  If that fails, the line stands all the same, and the next one tries again."""
     global _stuck
     try:
         _rotate(path, descriptor)
@@ -131,7 +132,7 @@ def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
 
 
 def _rotate(path: str, descriptor: int) -> None:
-    """Rename a file that has grown too large; of several processes that find it, the one with its lock does it."""
+    """Rename a file that has grown too large.  Of several processes that find it, the one with its lock does so."""
     status = os.fstat(descriptor)
     if status.st_size < ROTATE_BYTES or not stat.S_ISREG(status.st_mode):
         return
@@ -150,7 +151,7 @@ def _rotate(path: str, descriptor: int) -> None:
 
 
 def _move_older(path: str, begin: float) -> None:
-    """Give each older file the next number, the oldest first, but for those whose last line is of before *begin*."""
+    """Give each older file the next number, the oldest first; remove those whose last line is from before *begin*."""
     for number, name in reversed(older_files(path).items()):
         if number >= MOST_OLDER or os.lstat(name).st_mtime < begin:
             os.unlink(name)
@@ -159,17 +160,17 @@ def _move_older(path: str, begin: float) -> None:
 
 
 def older_files(path: str) -> dict[int, str]:
-    """The files beside the log at *path* that were set aside, by their numbers, the newest first."""
+    """Return the files beside the log at *path* that were set aside, by their numbers, the newest first."""
     ends = {name: name.removeprefix(f"{path}.") for name in glob.glob(f"{glob.escape(path)}.*")}
     return dict(sorted((int(end), name) for name, end in ends.items() if re.fullmatch(r"[1-9][0-9]{0,4}", end)))
 
 
 def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
-    """The newest lines of the log at *path*, those of the rotated file beside it first, each with its end.
+    """Yield the newest lines of the log at *path*, those of the rotated file beside it first, each with its line end.
 
     Args:
         path: of the log; one that does not exist has no lines.
-        most: bytes that are read at most; None: all.
+        most: bytes that are read at most, or None to read all.
 
     Raises:
         OSError: it cannot be read, or is no ordinary file.
@@ -183,20 +184,24 @@ def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
             if skipped < size:
                 if skipped:
                     file.seek(skipped - 1)
-                    file.readline()  # what stands before the first whole line
+                    file.readline()  # skip all before the first whole line
                 yield from file
             skipped = max(0, skipped - size)
 
 
 class LogFollower:
-    """Reads the log at *path*, which other processes write and rotate meanwhile."""
+    """A reader of the log at *path* that follows it while other processes write and rotate it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._position, self._inode = 0, 0
 
     def older(self) -> list[bytes]:
-        """The lines of the files that were set aside, the oldest first.  Raises OSError: as read_log()."""
+        """Return the lines of the files that were set aside, the oldest first.
+
+        Raises:
+            OSError: one of them cannot be read, or is no ordinary file.
+        """
         found: list[bytes] = []
         for name in reversed(older_files(self.path).values()):
             with _open_for_reading(name) or nullcontext(()) as lines:
@@ -204,9 +209,12 @@ class LogFollower:
         return found
 
     def newer(self) -> list[bytes]:
-        """The whole lines that came since, at first all; one that is being written is left for the next time.
+        """Return the whole lines that came since the last call, at first all.
 
-        Raises OSError: as read_log(), and where there is no log.
+        A line that is still being written is left for the next call.
+
+        Raises:
+            OSError: there is no log, or it cannot be read, or is no ordinary file.
         """
         lines: list[bytes] = []
         with ExitStack() as stack:
@@ -225,7 +233,7 @@ class LogFollower:
 
     def _rest_of(self, file: BinaryIO) -> list[bytes]:
         file.seek(self._position)
-        # No further than to the last whole line: what stands behind it may be taken back.
+        # Only whole lines count, because a piece of a line after them may be taken back.
         *lines, rest = (more := file.read()).split(b"\n")
         self._position += len(more) - len(rest)
         return lines
@@ -239,7 +247,7 @@ def _open_for_reading(path: str) -> BinaryIO | None:
 
 
 def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
-    """The events of a log, and how many of its lines are none: torn by a full disk, or of something else."""
+    """Return the events of a log, and how many of its lines are none: torn by a full disk, or from something else."""
     events: list[Line] = []
     torn = 0
     for encoded in filter(None, map(bytes.strip, lines)):
@@ -247,7 +255,7 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
         with suppress(ValueError):
             content = loads(encoded)
         if isinstance(content, dict) and content.get("schema") == 1 and is_number(content.get("time_unix_seconds")):
-            # A job writes down what $LOGNAME says, which any user can set: the name is that of its uid.
+            # A job writes down $LOGNAME, which any user can set.  So the name is taken from its uid.
             uid = facts_of(content).get("uid")
             name = user_name(uid) if type(uid) is int else None
             events.append(content if name in (None, str(uid)) else {**content, "user": name})
@@ -257,7 +265,7 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
 
 
 def line_of(event: Event) -> Line:
-    """*event* as a line of the log is decoded."""
+    """Return *event* in the form in which a line of the log is decoded."""
     return {
         "schema": 1,
         "time_unix_seconds": event.time,  # the one field whose name does not say its unit
@@ -269,24 +277,24 @@ def line_of(event: Event) -> Line:
 
 
 def facts_of(line: Line) -> Mapping[str, Any]:
-    """The further facts of an event."""
+    """Return the further facts of an event."""
     facts = line.get("facts")
     return facts if isinstance(facts, Mapping) else {}
 
 
 def uids_of(line: Line) -> frozenset[int]:
-    """The users whom an event of the daemon is about."""
+    """Return the uids of the users that an event of the daemon is about."""
     uid, others = facts_of(line).get("uid"), facts_of(line).get("uids")
     uids = [uid, *map(int, filter(str.isdecimal, others.split() if isinstance(others, str) else ()))]
     return frozenset(uid for uid in uids if type(uid) is int)
 
 
 def devices_of(line: Line) -> list[str]:
-    """The uuids that an event is about."""
+    """Return the uuids of the devices that an event is about."""
     devices = line.get("devices")
     return [uuid for uuid in devices if isinstance(uuid, str)] if isinstance(devices, list) else []
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that can be shown, also as a time."""
+    """Return whether *value* is a number that can be shown, also as a time."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**40
