@@ -54,7 +54,7 @@ class PastAction:
     process: ProcessIdentity
     devices: tuple[str, ...]  # uuids
     live: bool  # False for a dry run
-    signature: str = ""  # user, program, script, claim: a restarted process shares it with the one before
+    signature: str = ""  # user, program, script, claim, cgroup: a restarted process shares it with the one before
     memory_used: tuple[tuple[str, int], ...] = ()  # uuid -> bytes in use before, where known
     memory: int | None = None  # bytes that the process had on each of them
     policy: str = ""  # the policy that asked for it
