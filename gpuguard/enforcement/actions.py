@@ -2,8 +2,8 @@
 
 act() runs every check of preflight, writes down what it is about to do, and only then does it, unless the writing took
 so long that the checks are out of date; a dry run leaves out only that last call.  What an action takes away, and from
-whom, stands in policies.action_kinds, since the engine goes by it; limits says how often the guard may act.  This module does
-not decide whom an action hits or when: see policies.
+whom, stands in policies.action_kinds, since the engine goes by it; limits says how often the guard may act.  This
+module does not decide whom an action hits or when: see policies.
 """
 
 from __future__ import annotations
