@@ -75,7 +75,16 @@ class GpuguardError(Exception):
 
 
 class InvalidRequest(GpuguardError, ValueError):
-    """An option, a unit or a name that cannot be understood."""
+    """An option, a unit or a name that cannot be understood.
+
+    Args:
+        fault: what is wrong.
+        hint: what to do instead, or "" if the fault says it.
+    """
+
+    def __init__(self, fault: str = "", hint: str = "") -> None:
+        super().__init__(f"{fault}\n{hint}" if hint else fault)
+        self.fault, self.hint = fault, hint
 
 
 class BackendError(GpuguardError):
@@ -112,17 +121,45 @@ class NotEnoughGpus(GpuguardError):
     """Fewer devices than wanted can be had now.  Nothing stays claimed.
 
     Args:
+        headline: how many were wanted, and how many there are.
         wanted: how many devices were asked for.
         available: how many could have been had.
         refused: the other devices, each with its reasons.
+        reasons: lines that say what stands in the way.
+        advice: what request could be met, or "".
+        see: which command says more, or "".
     """
 
-    def __init__(self, message: str, wanted: int = 0, available: int = 0, refused: Sequence[Refusal] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        headline: str,
+        wanted: int = 0,
+        available: int = 0,
+        refused: Sequence[Refusal] = (),
+        *,
+        reasons: Sequence[str] = (),
+        advice: str = "",
+        see: str = "",
+    ) -> None:
+        super().__init__("\n".join([headline, *reasons, *filter(None, (advice, see))]))
+        self.headline, self.reasons, self.advice, self.see = headline, tuple(reasons), advice, see
         self.wanted = wanted
         self.available = available
         self.refused = tuple(refused)
         self.brief = ""  # why a request waits, for one line of a terminal
+
+    @classmethod
+    def under(cls, headline: str, missing: NotEnoughGpus) -> NotEnoughGpus:
+        """Make an error of this class with the facts of *missing* below another headline."""
+        return cls(
+            headline,
+            missing.wanted,
+            missing.available,
+            missing.refused,
+            reasons=missing.reasons,
+            advice=missing.advice,
+            see=missing.see,
+        )
 
 
 class ImpossibleRequest(NotEnoughGpus):
@@ -133,10 +170,9 @@ class WaitTimeout(NotEnoughGpus):
     """The time to wait is over and there are still not enough devices."""
 
     @classmethod
-    def after(cls, missing: NotEnoughGpus) -> WaitTimeout:
+    def after(cls, missing: NotEnoughGpus) -> NotEnoughGpus:
         """Make the error from the one that says what was still missing when the time was over."""
-        text = _("the time to wait is over: {missing}").format(missing=missing)
-        return cls(text, missing.wanted, missing.available, missing.refused)
+        return cls.under(_("the time to wait is over: {missing}").format(missing=missing.headline), missing)
 
 
 class ClaimError(GpuguardError):

@@ -146,31 +146,23 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     read = all(device.problems is not None for device in snapshot.devices)
     if read and len(_usable(could.devices, request)) < request.num_gpus:
         available = len(_usable(choice.eligible, request)) or min(1, _lone_instances(choice))
-        return ImpossibleRequest(_never(request, could), request.num_gpus, available, could.refused)
+        return _never(request, could, available)
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
     usable = len(_usable(choice.eligible, request))
-    lines = [
-        _("wanted {count}, but {there} free now.").format(
-            count=format_count(request.num_gpus, "GPU"), there=_there("is", usable)
-        ),
-        *(f"  {limit}" for limit in _outer_limits(could)),
-        *_explained(passing),
-        *_mixed(choice.eligible),
-        _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
-    ]
-    return NotEnoughGpus("\n".join(lines), request.num_gpus, usable, choice.refused)
+    headline = _("wanted {count}, but {there} free now.").format(
+        count=format_count(request.num_gpus, "GPU"), there=_there("is", usable)
+    )
+    outer = [f"  {limit}" for limit in _outer_limits(could)]
+    reasons = [*outer, *_explained(passing), *_mixed(choice.eligible)]
+    return NotEnoughGpus(headline, request.num_gpus, usable, choice.refused, reasons=reasons, see=_see(request))
 
 
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
     """Return the error of a request that waits: *why*, and below it the reasons of *missing* if they are known."""
     text = _("wanted {count}: {why}.") if why else _("wanted {count}.")
     first = text.format(count=format_count(wanted, "GPU"), why=why)
-    if missing is None:
-        error = NotEnoughGpus(first, wanted)
-    else:
-        _first, *reasons = str(missing).split("\n")
-        error = NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
+    error = NotEnoughGpus.under(first, missing) if missing else NotEnoughGpus(first, wanted)
     error.brief = why
     return error
 
@@ -295,7 +287,7 @@ def _index_order(device: Device) -> tuple[int, int, int, int, str]:
     )
 
 
-def _never(request: Request, could: Choice) -> str:
+def _never(request: Request, could: Choice, available: int) -> ImpossibleRequest:
     alone, kinds = _lone_instances(could), set(map(_kind, could.devices))
     fit = len(_usable(could.devices, request)) or min(1, alone)
     lacking = {reason.option for refusal in could.refused for reason in refusal.reasons}
@@ -325,17 +317,25 @@ def _never(request: Request, could: Choice) -> str:
     if alone >= request.num_gpus:
         advice.append(_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET))
     hint = _(", or ").join(advice)
-    lines = [
+    return ImpossibleRequest(
         _("wanted {count}, but {there}.").format(count=format_count(request.num_gpus, "GPU"), there=there),
-        *(f"  {limit}" for limit in outer),
-        *_explained(faults),
-        *_lacking(could),
-        *_profiles(request, could),
-        *_mixed(could.devices),
-        *([_("{advice}.").format(advice=hint[:1].upper() + hint[1:])] if hint else []),
-        _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request)),
-    ]
-    return "\n".join(lines)
+        request.num_gpus,
+        available,
+        could.refused,
+        reasons=[
+            *(f"  {limit}" for limit in outer),
+            *_explained(faults),
+            *_lacking(could),
+            *_profiles(request, could),
+            *_mixed(could.devices),
+        ],
+        advice=_("{advice}.").format(advice=hint[:1].upper() + hint[1:]) if hint else "",
+        see=_see(request),
+    )
+
+
+def _see(request: Request) -> str:
+    return _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request))
 
 
 def _outer_limits(could: Choice) -> list[str]:

@@ -151,7 +151,7 @@ class Template:
                 if not match[1] and name is None:
                     raise InvalidRequest(f"a single $ in {text!r}: write $$ for a dollar sign.")
                 if name is not None and name not in NAMES:
-                    raise InvalidRequest(f"a message has no ${name}.\nKnown: {', '.join(sorted(NAMES))}.")
+                    raise InvalidRequest(f"a message has no ${name}.", f"Known: {', '.join(sorted(NAMES))}.")
         if "\n" in self.subject.strip():
             raise InvalidRequest("the subject has more than one line: a subject is one line.")
 

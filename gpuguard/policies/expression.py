@@ -199,8 +199,8 @@ class Token:
     value: Value = None
 
 
-def _fault(column: int, text: str) -> InvalidRequest:
-    return InvalidRequest(_("column {column}: {text}").format(column=column, text=text))
+def _fault(column: int, text: str, hint: str = "") -> InvalidRequest:
+    return InvalidRequest(_("column {column}: {text}").format(column=column, text=text), hint)
 
 
 def _words(expression: str) -> list[Token]:
@@ -522,7 +522,7 @@ class _Reader:
             advice = _("Known: {names}.").format(names=", ".join(NAMES))
             if near:
                 advice = _("Did you mean {near!r}?").format(near=near[0])
-            raise _fault(word.column, _("there is no name {text!r}.\n{advice}").format(text=word.text, advice=advice))
+            raise _fault(word.column, _("there is no name {text!r}.").format(text=word.text), advice)
         self.names.append(word.text)
         return ExpressionPart(known.type, word, known.value)
 

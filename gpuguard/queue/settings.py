@@ -112,8 +112,7 @@ def _read(path: str, accounts: Accounts) -> QueueSettings:
         fault = Fault(0, 0, _("the file cannot be read: {strerror}.").format(strerror=error.strerror or error))
         return QueueSettings(faults=(fault,), path=path)
     except InvalidRequest as error:
-        text, _end, hint = str(error).partition("\n")
-        return QueueSettings(faults=(Fault(0, 0, text, hint),), path=path)
+        return QueueSettings(faults=(Fault(0, 0, error.fault, error.hint),), path=path)
     rules, faults = parse(content, accounts)
     return QueueSettings(rules, faults, path, content.decode("utf-8", "replace"))
 

@@ -137,13 +137,10 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
             _("It would start at once on {names}.").format(names=names),
             *([_("Note: {note}").format(note=note)] if note else []),
         ]
-    first, *rest, _hint = str(not_enough(snapshot, request, choice)).splitlines()
+    error = not_enough(snapshot, request, choice)  # its reasons stand above, by device
     if what == WAIT:
-        return [_("It would wait: {first}").format(first=first), *position]
-    return [
-        _("It can never start: {first}").format(first=first),
-        *(line for line in rest if not line.startswith(" ")),  # indented ones stand above, by device
-    ]
+        return [_("It would wait: {first}").format(first=error.headline), *position]
+    return [_("It can never start: {first}").format(first=error.headline), *filter(None, [error.advice])]
 
 
 def _all(choice: Choice) -> list[Device]:

@@ -174,8 +174,8 @@ class Decoder:
             )
         try:
             return reader(node.text)
-        except ValueError as error:
-            return self._broken(node, *_sentences(error, path))
+        except InvalidRequest as error:
+            return self._broken(node, f"{_name(path)}{error.fault}", error.hint)
 
     def _fields(self, node: YamlNode, noun: type, pairs: Mapping[str, YamlNode], path: Path, title: str = "") -> Any:
         title = title or _title(path)
@@ -196,8 +196,8 @@ class Decoder:
         try:
             names = {key_of(field): field.name for field in fields(noun)}
             return noun(**{names[key]: value for key, value in values.items()})
-        except ValueError as error:
-            return self._broken(node, *_sentences(error, path))
+        except InvalidRequest as error:
+            return self._broken(node, f"{_name(path)}{error.fault}", error.hint)
 
     def _tagged(self, node: YamlNode, tagged: Tagged, path: Path) -> TaggedValue:
         pairs = {tagged.key: node} if node.kind == "scalar" else dict(self._pairs(node, path, [tagged.key]))
@@ -387,8 +387,8 @@ def text_key(hint: Any) -> str | None:
 
 def _one_of(text: str, choices: tuple[Any, ...]) -> str:
     if text not in choices:
-        raise ValueError(
-            "\n".join(unknown(text, choices, _("choice: write one of {choices}").format(choices=", ".join(choices))))
+        raise InvalidRequest(
+            *unknown(text, choices, _("choice: write one of {choices}").format(choices=", ".join(choices)))
         )
     return text
 
@@ -396,22 +396,17 @@ def _one_of(text: str, choices: tuple[Any, ...]) -> str:
 def parse_whole(text: str) -> int:
     """Parse a whole number in plain digits."""
     if not _WHOLE.fullmatch(text):
-        raise ValueError(f"{text!r} is not a whole number: write plain digits, like 3.")
+        raise InvalidRequest(f"{text!r} is not a whole number: write plain digits, like 3.")
     return int(text)
 
 
 def _boolean(text: str) -> bool:
     if text not in _BOOLEANS:
-        raise ValueError(f"{text!r} is neither true nor false: write one of these two.")
+        raise InvalidRequest(f"{text!r} is neither true nor false: write one of these two.")
     return _BOOLEANS[text]
 
 
 _SCALARS: dict[Any, Reader] = {str: str, int: parse_whole, bool: _boolean}
-
-
-def _sentences(error: ValueError, path: Path) -> tuple[str, str]:
-    first, _, rest = str(error).partition("\n")
-    return f"{_name(path)}{first}", rest
 
 
 def _name(path: Path) -> str:
@@ -507,16 +502,15 @@ class Accounts:
         except Empty:
             self._waited = self.seconds
             raise InvalidRequest(
-                _(
-                    "{what} {name!r} is unknown: the directory service did not answer within {seconds:g} s.\nIs LDAP "
-                    "or SSSD up?  A uid in digits needs no answer."
-                ).format(what=_(what), name=name, seconds=self.seconds)
+                _("{what} {name!r} is unknown: the directory service did not answer within {seconds:g} s.").format(
+                    what=_(what), name=name, seconds=self.seconds
+                ),
+                _("Is LDAP or SSSD up?  A uid in digits needs no answer."),
             ) from None
         if number is None:
             raise InvalidRequest(
-                _("there is no {what} {name!r} on this machine.\n{similar}").format(
-                    what=_(what), name=name, similar=_similar(name, names)
-                )
+                _("there is no {what} {name!r} on this machine.").format(what=_(what), name=name),
+                _similar(name, names),
             )
         self.known[what, name] = number
         return number

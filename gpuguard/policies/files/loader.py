@@ -98,8 +98,7 @@ def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | Polic
     except OSError as error:
         return faulty(path, _("the file cannot be read: {strerror}.").format(strerror=error.strerror or error))
     except InvalidRequest as error:
-        text, _newline, hint = str(error).partition("\n")
-        return faulty(path, text, hint)
+        return faulty(path, error.fault, error.hint)
 
 
 def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
@@ -127,7 +126,7 @@ def parse(
             try:
                 policies.append(_policy_of(policy, keys.mode, accounts))
             except InvalidRequest as error:
-                source.fault(decoder.nodes["policies", place], *str(error).split("\n", 1))
+                source.fault(decoder.nodes["policies", place], error.fault, error.hint)
     faults, warnings = in_order(source.faults), in_order(source.warnings)
     if faults or keys is None:
         return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint, text=content)
@@ -150,7 +149,7 @@ def parse(
         warnings=warnings,
         fingerprint=fingerprint,
         text=content,
-        gone=tuple(str(error).partition("\n")[0] for error in accounts.gone.values()),
+        gone=tuple(error.fault for error in accounts.gone.values()),
     )
 
 

@@ -74,20 +74,23 @@ def read_file(path: str, *, only_root: bool, only_public: bool = False) -> bytes
         OSError: it cannot be read.
     """
     if not path:
-        raise InvalidRequest(_("the name of the file is empty.\nWrite where it is."))
+        raise InvalidRequest(_("the name of the file is empty."), _("Write where it is."))
     descriptor = open_along(path, READING, _open_beside_roots) if only_root else open_named(path, READING)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequest(_("this is not a regular file.\nName a file, not a directory or a device."))
+            raise InvalidRequest(_("this is not a regular file."), _("Name a file, not a directory or a device."))
         if only_root:
             _must_be_roots(found, path)
         if only_public and not found.st_mode & stat.S_IROTH:
-            raise InvalidRequest(_("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it."))
+            raise InvalidRequest(
+                _("not everybody may read this file."), _("Run: chmod o+r, if nothing secret is in it.")
+            )
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise InvalidRequest(
-            _("the file is larger than {size} KiB.\nSplit it, or delete what is not used.").format(size=LARGEST // 1024)
+            _("the file is larger than {size} KiB.").format(size=LARGEST // 1024),
+            _("Split it, or delete what is not used."),
         )
     return content
 
@@ -97,22 +100,20 @@ def _open_beside_roots(directory: int, name: str, way: str, flags: int) -> int:
     # With O_DIRECTORY and O_NOFOLLOW the error of a link is "not a directory", so links must be looked for first.
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
         raise InvalidRequest(
-            _("{path} is a symbolic link, and its owner could turn it.\nName the file itself.").format(path=way)
+            _("{path} is a symbolic link, and its owner could turn it.").format(path=way), _("Name the file itself.")
         )
     return os.open(name, flags | os.O_NOFOLLOW, dir_fd=directory)
 
 
 def _must_be_roots(found: os.stat_result, path: str) -> None:
     if found.st_uid != 0:
-        why = _("belongs to uid {st_uid}, who could change what root does.\nRun: chown root: {path}").format(
-            st_uid=found.st_uid, path=path
-        )
-        raise InvalidRequest(f"{path} {why}")
+        why = _("belongs to uid {st_uid}, who could change what root does.").format(st_uid=found.st_uid)
+        raise InvalidRequest(f"{path} {why}", _("Run: chown root: {path}").format(path=path))
     # In a sticky directory (/tmp) others can add names, but neither remove nor replace root's.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & 0o022 and not sticky:
-        why = _("can be written by others, who could change what root does.\nRun: chmod go-w {path}").format(path=path)
-        raise InvalidRequest(f"{path} {why}")
+        why = _("can be written by others, who could change what root does.")
+        raise InvalidRequest(f"{path} {why}", _("Run: chmod go-w {path}").format(path=path))
 
 
 _LONGEST = 300  # characters of a fault, which may repeat a value of any length
