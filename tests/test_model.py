@@ -1,5 +1,6 @@
 """The nouns: frozen, plain, unknown by default; quantities with their units, errors and their exit codes."""
 
+import ast
 import contextlib
 import dataclasses
 import errno
@@ -18,11 +19,12 @@ import pytest
 from builders import a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sources import module_name, modules, tree
 
 from gpuguard import cli, errors, model
 from gpuguard.claims.claim import Claim, Lock
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus
 from gpuguard.model import (
     ALL_FIELDS,
     VERIFY_FIELDS,
@@ -241,6 +243,44 @@ def test_the_drawing_is_the_tree():
 @pytest.mark.parametrize("kind", CLASSES.values())
 def test_an_error_can_be_made_from_its_message_alone_and_survives_a_process_border(kind):
     assert str(pickle.loads(pickle.dumps(kind("what to do")))) == "what to do"
+
+
+def test_the_parts_of_an_error_are_attributes_also_behind_a_process_border():
+    missing = NotEnoughGpus("wanted 2 GPUs", 2, 1, reasons=["  GPU 0: busy"], advice="Ask for 1 GPU.", see="see x")
+    for error, text in (
+        (InvalidRequest("fault", "hint"), "fault\nhint"),
+        (missing, "wanted 2 GPUs\n  GPU 0: busy\nAsk for 1 GPU.\nsee x"),
+        (
+            NotEnoughGpus.under("number 3 in the queue", missing),
+            "number 3 in the queue\n  GPU 0: busy\nAsk for 1 GPU.\nsee x",
+        ),
+    ):
+        other = pickle.loads(pickle.dumps(error))
+
+        assert str(error) == str(other) == text
+        assert vars(error) == vars(other)
+
+
+def taken_apart(module: ast.AST) -> list[int]:
+    """The lines in which a part of the text of an error is taken."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    parts = [
+        call
+        for call in calls
+        if call.func.attr in ("partition", "rpartition") or (call.func.attr == "split" and call.args)
+    ]
+    parts += [node.value for node in ast.walk(module) if isinstance(node, ast.Subscript) and node.value in calls]
+    return [part.lineno for part in parts if ast.unparse(part.func.value) in ("str(error)", "str(missing)")]
+
+
+def test_nothing_takes_the_text_of_an_error_apart():
+    assert {module_name(path): taken_apart(tree(path)) for path in modules() if taken_apart(tree(path))} == {}
+    assert taken_apart(ast.parse("str(error).partition(':')\nstr(missing).split(',')\nstr(error).splitlines()[0]")) == [
+        1,
+        2,
+        3,
+    ]
+    assert taken_apart(ast.parse("' '.join(str(error).split())")) == []
 
 
 @pytest.mark.parametrize("name", CLASSES)

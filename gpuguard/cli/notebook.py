@@ -124,7 +124,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         request.num_gpus,
         wait=wait,
         priority=args.priority,
-        on_wait=lambda error: print(_("waiting:"), neutralise(str(error).splitlines()[0]), flush=True),
+        on_wait=lambda error: print(_("waiting:"), neutralise(error.headline), flush=True),
         note=args.note or api.notebook_note(),
         **source,
         **conditions,
