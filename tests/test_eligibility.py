@@ -38,6 +38,7 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(processes=(BOB,), memory_used=41 * GIB), {}, "41.0GiB used by bob (pid 812, python train.py, 3h12m)"),
         (a_device(memory_used=600 * MIB), {}, "600MiB in use, by no process that is visible"),
         (a_device(memory_used=600 * MIB, processes=None), {}, "600MiB in use; an idle GPU may hold"),
+        (a_device(memory_used=3 * GIB), {"tolerance": 2 * GIB}, "an idle GPU may hold 2.0GiB (--tolerance)"),
         (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
         (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
         (a_device(problems=("lost",)), {}, "lost"),
