@@ -447,7 +447,7 @@ ActionWord = Literal[
     "about to", "sent", "done", "dry run", "refused", "failed", "gone", "not permitted", "not recorded", "logged",
     "undelivered", "unkillable",
 ]  # fmt: skip
-# "left": it stays stopped, or goes on, because somebody else decided so.
+# "left": it stays stopped, or goes on, because that was not our decision.
 PauseEnd = Literal["done", "gone", "left", "not permitted", "dry run"]
 # "left to its processes": the claim lives on; "released": it was released while its last processes lived.
 EndOfClaim = Literal[

@@ -230,7 +230,7 @@ class Watchdog:
                 self.step()
                 failures = 0
                 self._report_problem(None)
-            except Exception as error:  # noqa: BLE001  the one catch of the loop: a dead guard guards nobody
+            except Exception as error:  # noqa: BLE001  the one catch of the loop: a dead guard guards nothing
                 # Only failures of the driver make pauses longer and longer.  A fault of ours is no load on the driver,
                 # and no time would count between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0

@@ -27,6 +27,7 @@ from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED,
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus
 from gpuguard.model import (
     ALL_FIELDS,
+    DEVICE_FIELDS,
     VERIFY_FIELDS,
     WHO_FIELDS,
     ClaimRecord,
@@ -53,6 +54,7 @@ from gpuguard.units import (
     parse_bytes,
     parse_celsius,
     parse_duration,
+    parse_field,
     parse_percent,
     parse_watts,
 )
@@ -245,6 +247,31 @@ def test_an_error_can_be_made_from_its_message_alone_and_survives_a_process_bord
     assert str(pickle.loads(pickle.dumps(kind("what to do")))) == "what to do"
 
 
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("20GiB", "B", 20 * 2**30), ("1MB/s", "B/s", 1e6), ("50%", "%", 50.0), ("85C", "C", 85.0), ("300W", "W", 300.0),
+        ("2Wh", "J", 7200.0), ("1.98GHz", "MHz", 1980.0), (" 7 ", "", 7),
+    ],
+)  # fmt: skip
+def test_the_value_of_a_field_is_written_with_its_unit(text, unit, value):
+    assert parse_field(text, unit) == value
+    for other in ("", "x", "7.5", "-1", "9 bananas"):
+        with pytest.raises(InvalidRequest):
+            parse_field(other, unit)
+
+
+def test_a_field_of_a_device_says_what_can_be_true_of_it_and_what_may_be_told():
+    temperature, clock, bus = (DEVICE_FIELDS[name] for name in ("temperature", "clock_sm", "pci_bus_id"))
+
+    assert [temperature.holds(value) for value in (-1, 0, 130, 131)] == [False, True, True, False]
+    assert bus.holds("anything")
+    assert (repr(temperature.number(3)), repr(clock.number(3.0))) == ("3.0", "3")
+    assert {name for name, field in DEVICE_FIELDS.items() if field.masked} == {
+        "pci_bus_id", "processes", "problems", "nvlink_links",
+    }  # fmt: skip
+
+
 def test_the_parts_of_an_error_are_attributes_also_behind_a_process_border():
     missing = NotEnoughGpus("wanted 2 GPUs", 2, 1, reasons=["  GPU 0: busy"], advice="Ask for 1 GPU.", see="see x")
     for error, text in (
@@ -263,23 +290,20 @@ def test_the_parts_of_an_error_are_attributes_also_behind_a_process_border():
 
 def taken_apart(module: ast.AST) -> list[int]:
     """The lines in which a part of the text of an error is taken."""
-    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    parts = [
-        call
-        for call in calls
-        if call.func.attr in ("partition", "rpartition") or (call.func.attr == "split" and call.args)
-    ]
-    parts += [node.value for node in ast.walk(module) if isinstance(node, ast.Subscript) and node.value in calls]
-    return [part.lineno for part in parts if ast.unparse(part.func.value) in ("str(error)", "str(missing)")]
+    found = set()
+    for node in ast.walk(module):
+        call = node.value if isinstance(node, ast.Subscript) else node
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            takes = call.func.attr in ("partition", "rpartition") or (call.func.attr == "split" and call.args)
+            if (takes or call is not node) and ast.unparse(call.func.value) in ("str(error)", "str(missing)"):
+                found.add(call.lineno)
+    return sorted(found)
 
 
 def test_nothing_takes_the_text_of_an_error_apart():
     assert {module_name(path): taken_apart(tree(path)) for path in modules() if taken_apart(tree(path))} == {}
-    assert taken_apart(ast.parse("str(error).partition(':')\nstr(missing).split(',')\nstr(error).splitlines()[0]")) == [
-        1,
-        2,
-        3,
-    ]
+    planted = "str(error).partition(':')\nstr(missing).split(',')\nstr(error).splitlines()[0]"
+    assert taken_apart(ast.parse(planted)) == [1, 2, 3]
     assert taken_apart(ast.parse("' '.join(str(error).split())")) == []
 
 

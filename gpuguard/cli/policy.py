@@ -42,7 +42,7 @@ from gpuguard.views.policy_language import KEYED, SECTIONS, describe, json_schem
 from gpuguard.views.text import put, put_json
 
 _JSON = ("--json", None, "one object for programs")
-MOST = 50  # faults that are shown at a time, because nobody reads more
+MOST = 50  # faults that are shown at a time, because no reader reads more
 
 
 def _backtest(args: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
-PUBLISH_SECONDS = 3.0  # between two publications: nobody needs to know more exactly who uses which GPU
+PUBLISH_SECONDS = 3.0  # between two publications: no reader needs to know more exactly who uses which GPU
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is handled at once
 RETRY_SECONDS = 60.0  # between two reads of a file with faults: by then LDAP may be up, or a process may find room
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends

@@ -114,7 +114,7 @@ def _terminate(target: Preflight) -> Result:
 
 
 def _end_pause(target: Preflight) -> None:
-    """End the pause of a process that has been asked to end; otherwise it would seem that somebody else resumed it."""
+    """End the pause of a process that has been asked to end; otherwise another user would seem to have resumed it."""
     pauses, process = target.context.pauses, target.process
     if pauses and process and (pause := pauses.of(process.identity, live=target.live)):
         pauses.end(pause, "it has been asked to end", live=target.live)

@@ -85,7 +85,7 @@ class ProcessFacts:
 
     @property
     def interactive(self) -> str | None:
-        """The way in which a person sits in front of the process, or None if nobody does."""
+        """The way in which a person sits in front of the process, or None if no person does."""
         return interactive_use(self.command or "", self.terminal, self.tracer)
 
 

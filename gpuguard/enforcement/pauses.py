@@ -196,7 +196,7 @@ def _remove(path: str) -> None:
 
 
 def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[PauseEnd, str] | None:
-    """Send SIGCONT unless somebody else stops the process.  Returns the outcome, or None if there is no way to look."""
+    """Send SIGCONT unless another user stops the process.  Returns the outcome, or None if there is no way to look."""
     pid, started = pause.process
     try:
         pidfd = os.pidfd_open(pid)

@@ -453,7 +453,7 @@ class Drain:
     backend: Backend
     pause: Callable[[float], int | None]  # takes up to so many seconds; returns a signal that asks us to stop waiting
     notify: Callable[[str], None]  # gets a text when the user would wonder why it takes so long
-    count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None if nobody counts
+    count: Callable[[Snapshot], None] | None  # gets each snapshot, with the energy; None if nothing counts
     tolerance: int  # bytes above the state before the job that count as free
     others: frozenset[Process] = frozenset()  # that ran below this process before the job
     longest: float = DRAIN_SECONDS  # to wait for memory that no process holds any more
