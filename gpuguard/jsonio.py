@@ -12,6 +12,8 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from gpuguard.locale.messages import MESSAGE_IDS, Sentence, with_sentences
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import NoReturn, TypeVar
@@ -27,7 +29,7 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
-    """Parse one JSON text in UTF-8; NaN, Infinity and numbers beyond a float are refused.
+    """Parse one JSON text in UTF-8, with its sentences; NaN, Infinity and numbers beyond a float are refused.
 
     Raises ValueError if it is not such a text, or is nested more deeply than *deepest* brackets.
     """
@@ -41,7 +43,9 @@ def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
             brackets = brackets.replace(b"[]", b"")
         if brackets:  # or they are not in pairs, and then it is not JSON either
             raise ValueError("it is nested too deeply")
-    return _DECODER.decode(encoded.decode("utf-8", "surrogatepass"))
+    content = _DECODER.decode(encoded.decode("utf-8", "surrogatepass"))
+    ids = content.pop(MESSAGE_IDS, None) if isinstance(content, dict) else None
+    return with_sentences(content, ids) if ids else content
 
 
 def _finite(word: str) -> float:
@@ -155,8 +159,8 @@ def _row(readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
 
 def _checked(value: Any, *kinds: type) -> Any:
-    """Return *value* if it is exactly of one of *kinds*: True is no number."""
-    if type(value) not in kinds:
+    """Return *value* if it is exactly of one of *kinds*: True is no number.  A sentence is a text."""
+    if type(value) not in kinds and not (str in kinds and isinstance(value, Sentence)):
         raise TypeError
     return value
 

@@ -25,6 +25,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
+from gpuguard.locale.messages import dumps
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY, WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
@@ -239,7 +240,7 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     content: dict[str, Any] = {"schema": 1, "daemon": [pid, start_time(pid)], "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
-        encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
+        encoded = dumps(content, separators=(",", ":"))
         if len(encoded) <= MAX_BYTES:  # users choose their command lines, and a larger file would not be read
             break
     write_file(daemon_files(directory).file("state.json"), encoded)

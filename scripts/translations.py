@@ -82,8 +82,8 @@ def extracted() -> Catalog:
     """All messages: those that the sources mark, those of argparse, and what the help of all commands says."""
     template = Catalog(project="gpuguard", charset="utf-8")
     for path in sorted((ROOT / "gpuguard").rglob("*.py")):
-        for message in messages_of(path.read_text(encoding="utf-8")):
-            template.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
+        for message, key in messages_of(path.read_text(encoding="utf-8")):
+            template.add(message, locations=[(str(path.relative_to(ROOT)), 0)], context=key)
     for message in ARGPARSE:
         template.add(message, locations=[("argparse", 0)])
     for message in (*get_args(EventKind), *get_args(EventOutcome)):  # `events`, and the page
@@ -108,18 +108,24 @@ def extracted() -> Catalog:
     return template
 
 
-def messages_of(source: str) -> Iterator[str | tuple[str, str]]:
-    """What *source* marks with `_`, `N_` and ngettext, and what it counts with format_count(), in its order."""
+def messages_of(source: str) -> Iterator[tuple[str | tuple[str, str], str | None]]:
+    """What *source* says, in its order, and the key of a sentence.
+
+    That is what it marks with `_`, `N_` and ngettext, counts with format_count(), and says with sentence() and
+    nsentence(), whose languages need no form for one.
+    """
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         words = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name in ("_", "N_") and words:
-            yield words[0]
+            yield words[0], None
         elif name == "ngettext" and words:
-            yield words[0], words[1]
+            yield (words[0], words[1]), None
         elif name == "format_count" and words:
-            yield count_forms(*words)
+            yield count_forms(*words), None
+        elif name in ("sentence", "nsentence") and words:
+            yield words[-1], words[0]
 
 
 def help_of(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -171,9 +177,14 @@ def written(catalog: Catalog) -> bytes:
 
 
 def compiled(catalog: Catalog) -> bytes:
-    """The .mo file."""
+    """The .mo file, which knows a sentence by its key."""
+    keyed = Catalog(locale=catalog.locale, header_comment=catalog.header_comment)
+    keyed.mime_headers = catalog.mime_headers
+    for message in catalog:
+        if message.id and not message.fuzzy:
+            keyed.add(message.context or message.id, message.string)
     file = io.BytesIO()
-    write_mo(file, catalog)
+    write_mo(file, keyed)
     return file.getvalue()
 
 
@@ -184,20 +195,21 @@ def said(path: Path) -> dict[str, str]:
 
 
 def texts(catalog: Catalog) -> dict[str, str]:
-    """English -> translation, without the header and what is fuzzy."""
-    return {_english(message): _translated(message) for message in catalog if message.id and not message.fuzzy}
+    """English or the key of a sentence -> translation, without the header and what is fuzzy."""
+    known = [message for message in catalog if message.id and not message.fuzzy]
+    return {message.context or _english(message): _translated(message) for message in known}
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
     """What is missing, fuzzy, left over, or has other placeholders or another end than the English."""
     for message in template:
-        if message.id and message.id not in catalog:
+        if message.id and not catalog.get(message.id, message.context):
             yield f"not in gpuguard.po: {_shown(message)}"
     for message in catalog:
         translated, english = _translated(message), _english(message)
         if not english:
             continue  # the header
-        if message.id not in template:
+        if not template.get(message.id, message.context):
             yield f"no code says it: {_shown(message)}"
         if message.fuzzy or not translated:
             yield f"{'fuzzy' if message.fuzzy else 'missing'}: {_shown(message)}"

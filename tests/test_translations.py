@@ -121,8 +121,12 @@ def test_a_term_that_is_not_that_of_the_glossary_is_found():
 
 def test_messages_are_found_in_sources_wherever_they_stand():
     source = 'f"{_(\'a\')}"; x(N_("b")); ngettext("c", "d", 2); format_count(number(3), "e"); _(name); str("f")'
+    source += '; sentence("k", "g {x}", x=1); nsentence("l", "h", "i", 2)'
 
-    assert list(translations.messages_of(source)) == ["a", "b", ("c", "d"), ("{number:,} e", "{number:,} es")]
+    assert list(translations.messages_of(source)) == [
+        ("a", None), ("b", None), (("c", "d"), None), (("{number:,} e", "{number:,} es"), None),
+        ("g {x}", "k"), ("i", "l"),
+    ]  # fmt: skip
 
 
 def test_each_sentence_of_a_record_is_found_again_by_its_own_line_of_the_list():

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 from gpuguard import __version__, errors
 from gpuguard.backends import RECORDED, parts_of, spawn
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import MESSAGE_IDS, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from typing import Any
 
     from gpuguard.backends.merged import MergedBackend
@@ -199,10 +200,11 @@ class WorkerBackend:
             index, _ = spawn.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
+        _snapshot, packed, *ids = reply  # a worker of before an upgrade sends none
         if self._version == __version__:
-            return unpack(reply[1], self._sent, self._desktop_memory())
+            return unpack(packed, self._sent, self._desktop_memory(), *ids)
         try:
-            return unpack(reply[1], self._sent, self._desktop_memory(), _known)
+            return unpack(packed, self._sent, self._desktop_memory(), *ids, known=_known)
         except (LookupError, TypeError):
             raise self._installed_anew() from None
 
@@ -273,8 +275,9 @@ def _where(index: int | None) -> str:
 def _raise_error(reply: tuple[object, ...]) -> None:
     if reply[0] == "error":
         _kind, name, message, attributes = reply
-        facts = dict(attributes)  # type: ignore[call-overload]
-        error: errors.GpuguardError = getattr(errors, str(name), errors.BackendError)(translated(str(message)))
+        facts = {**attributes, "text": message}  # type: ignore[dict-item]
+        facts = with_sentences(facts, facts.pop(MESSAGE_IDS, None))
+        error: errors.GpuguardError = getattr(errors, str(name), errors.BackendError)(translated(facts.pop("text")))
         vars(error).update(facts)
         raise error
 
@@ -288,13 +291,19 @@ def unpack(
     packed: dict[str, Any],
     sent: SentProcesses,
     desktop_memory: int = DESKTOP_MEMORY,
+    message_ids: Mapping[str, Any] | None = None,
+    *,
     known: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields,
 ) -> Snapshot:
     """Return the snapshot that the worker packed; unchanged processes are the same objects as the last time.
 
-    *known* chooses the fields of each kind of object.
+    *message_ids* are those of its gaps and problems; *known* chooses the fields of each kind of object.
     """
-    for device in packed["devices"]:
+    sent_texts = packed["gaps"], [device.get("problems") for device in packed["devices"]]
+    gaps, problems = with_sentences(sent_texts, message_ids)
+    for device, found in zip(packed["devices"], problems, strict=True):
+        if found:
+            device["problems"] = found
         if not packed["recorded"]:
             device["desktop_memory"] = desktop_memory
         if processes := device["processes"]:
@@ -302,7 +311,7 @@ def unpack(
                 sent[device["uuid"]] = tuple(GpuProcess(**known(GpuProcess, fields)) for fields in processes)
             device["processes"] = sent[device["uuid"]]
     packed["devices"] = tuple(Device(**known(Device, fields)) for fields in packed["devices"])
-    packed["gaps"] = tuple(Gap(**known(Gap, fields)) for fields in packed["gaps"])
+    packed["gaps"] = tuple(Gap(**known(Gap, fields)) for fields in gaps)
     # Only recordings have claims here.
     packed["claims"] = tuple(ClaimRecord(**known(ClaimRecord, fields)) for fields in packed["claims"])
     return Snapshot(**known(Snapshot, packed))

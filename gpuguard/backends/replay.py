@@ -16,7 +16,6 @@ read up to there.
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import time
 import zlib
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file, open_named, write_all
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale.messages import dumps
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_duration
 
@@ -94,7 +94,7 @@ class RecordingWriter:
             self._descriptor = -1
 
     def _line(self, line: dict[str, Any]) -> None:
-        text = json.dumps(line, separators=(",", ":"), ensure_ascii=True).encode("ascii") + b"\n"
+        text = dumps(line, separators=(",", ":")) + b"\n"
         self._put(self._squeeze.compress(text) + self._squeeze.flush(zlib.Z_SYNC_FLUSH))
 
     def _put(self, piece: bytes) -> None:

@@ -1,7 +1,8 @@
 """The process that reads the devices for another process, its client, which it answers over two pipes.
 
-A request is (fields, devices, skip, ahead), a reply ("ready", version), ("snapshot", packed) or ("error", class,
-message, attributes).  See spawn for how it is started and how both travel, and client for calls that take too long.
+A request is (fields, devices, skip, ahead), a reply ("ready", version), ("snapshot", packed, message ids) or ("error",
+class, message, attributes); the attributes have the message ids of an error.  See locale.messages for what these are,
+spawn for how the worker is started and how both travel, and client for calls that take too long.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gpuguard import __version__
 from gpuguard.backends import open_backend
 from gpuguard.backends.spawn import receive, send, write_mark
 from gpuguard.errors import CROWDED, BackendError, GpuguardError
+from gpuguard.locale.messages import message_ids, plain, with_ids
 from gpuguard.model import Device, GpuProcess, Snapshot
 
 SentProcesses = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that were sent last
@@ -28,7 +30,7 @@ def serve(name: str, requests: int, replies: int, mark: int, life: int) -> NoRet
             raise BackendError(CROWDED) from None
         _serve_requests(name, requests, replies, mark)
     except GpuguardError as error:
-        send(replies, ("error", type(error).__name__, str(error), vars(error)))
+        send(replies, _told(error))
     except BrokenPipeError:
         pass
     except BaseException as error:  # noqa: BLE001  the border of this process: a fault must reach the parent as a message
@@ -46,10 +48,20 @@ def _serve_requests(name: str, requests: int, replies: int, mark: int) -> None:
         fields, devices, skip, backend.ahead = request
         backend.skip = set(skip)
         try:
-            reply = ("snapshot", pack(backend.sample(fields, devices), sent))
+            snapshot = backend.sample(fields, devices)
         except BackendError as error:
-            reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
-        send(replies, reply)
+            send(replies, _told(error))
+        else:
+            send(replies, ("snapshot", pack(snapshot, sent), message_ids(_sentences_in(snapshot))))
+
+
+def _told(error: GpuguardError) -> tuple[str, str, str, dict[str, Any]]:
+    text = str(error)
+    return "error", type(error).__name__, plain(text), plain(with_ids(vars(error) | {"text": text}))
+
+
+def _sentences_in(snapshot: Snapshot) -> list[Any]:
+    return [*(gap.reason for gap in snapshot.gaps), *(device.problems for device in snapshot.devices)]
 
 
 def _end_with_the_client(life: int) -> None:
@@ -69,12 +81,13 @@ def pack(snapshot: Snapshot, sent: SentProcesses) -> dict[str, Any]:
         sent: the processes of each device the last time; changed in place, as unpack() does at the other end.
     """
     devices = [{**_without_defaults(device), "processes": _packed(device, sent)} for device in snapshot.devices]
-    further = {"gaps": [vars(gap) for gap in snapshot.gaps], "claims": [vars(claim) for claim in snapshot.claims]}
-    return {**vars(snapshot), "devices": devices, **further}
+    gaps = [vars(gap) | {"reason": plain(gap.reason)} for gap in snapshot.gaps]
+    return {**vars(snapshot), "devices": devices, "gaps": gaps, "claims": [vars(claim) for claim in snapshot.claims]}
 
 
 def _without_defaults(device: Device) -> dict[str, Any]:
-    return {name: value for name, value in vars(device).items() if value != getattr(Device, name, ...)}
+    values = {name: value for name, value in vars(device).items() if value != getattr(Device, name, ...)}
+    return values | {"problems": plain(device.problems)} if device.problems else values
 
 
 def _packed(device: Device, sent: SentProcesses) -> Any:

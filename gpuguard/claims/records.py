@@ -39,6 +39,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale import _
+from gpuguard.locale.messages import dumps
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
@@ -298,10 +299,10 @@ def write_request(descriptor: int, request: ReleaseRequest) -> int:
     content = {
         "what": request.what,
         "by": request.by[:LONGEST],
-        "why": request.why[:LONGEST],
+        "why": request.why if len(request.why) <= LONGEST else request.why[:LONGEST],
         "at_unix_seconds": round(request.at or time.time(), 3),
     }
-    line = b"\n" + json.dumps(content).encode("ascii") + b"\n"
+    line = b"\n" + dumps(content) + b"\n"
     if os.pwrite(descriptor, line, end) < len(line):
         raise OSError(errno.ENOSPC, "no space left for a release request")
     return end + len(line)

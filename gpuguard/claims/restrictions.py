@@ -15,7 +15,6 @@ and the commands deny and quarantine.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +26,7 @@ from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _
+from gpuguard.locale.messages import dumps
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import local_time
@@ -264,7 +264,7 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
         to_json(restriction) | {"pid_and_start_seconds": restriction.process, "asked_unix_seconds": restriction.asked}
         for restriction in restrictions.values()
     ]
-    content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
+    content = dumps({**facts, "marks": entries}, indent=1)
     if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(
             _("{path} would become too long: end some of what is {kind} first.").format(path=path, kind=kind)

@@ -6,7 +6,6 @@ daemon does with a request; server listens.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -21,6 +20,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import dumps
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # including the end of the line
@@ -257,7 +257,7 @@ def connect(connection: socket.socket, directory: LockDirectory, seconds: float)
 
 def encoded(content: Mapping[str, Any]) -> bytes:
     """Encode *content* as one line of JSON."""
-    return json.dumps(content).encode("ascii") + b"\n"
+    return dumps(content) + b"\n"
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -302,7 +302,8 @@ def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
     reply = reply if isinstance(reply, dict) else {}
     if reply.pop("ok", None) is not True:
         unclear = _("the daemon gave an answer that cannot be understood.")
-        raise GpuguardError(translated(str(reply.get("error") or unclear)))
+        told = reply.get("error")
+        raise GpuguardError(translated(told) if isinstance(told, str) and told else unclear)
     return reply
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
-import json
 import os
 import re
 import stat
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 from gpuguard.files import open_file, open_named
 from gpuguard.jsonio import loads
 from gpuguard.locale import _
+from gpuguard.locale.messages import dumps
 from gpuguard.model import Event
 from gpuguard.users import user_name
 
@@ -115,7 +115,7 @@ def _create(path: str, flags: int) -> int:
 def _encoded(event: Event) -> bytes:
     known = {name: value for name, value in line_of(event).items() if value not in (None, [], {})}
     # A lone surrogate (a file name that is no UTF-8) is written as \udcXX by json's ASCII output.
-    return json.dumps(known, separators=(", ", ": ")).encode("ascii") + b"\n"
+    return dumps(known) + b"\n"
 
 
 def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:

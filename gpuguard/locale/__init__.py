@@ -2,16 +2,18 @@
 
 The code holds the messages in English; zh_CN/LC_MESSAGES/gpuguard.mo holds them in Chinese.  Only the command line
 calls use_language_of_user(), and only for output that people read: JSON, records, the audit log, metrics, messages
-between daemon and clients, and programs that import gpuguard stay English.  gpuguard/locale/README.md says how to
-translate.
+between daemon and clients, and programs that import gpuguard stay English.  Sentences there are made by messages.py and
+shown by translated().  gpuguard/locale/README.md says how to translate.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+from gpuguard.locale.messages import ALL_OF, BETWEEN, Sentence, filled, plain
 
 if TYPE_CHECKING:
     from gettext import NullTranslations
@@ -33,13 +35,23 @@ def N_(message: str) -> str:  # noqa: N802  # gettext's own name for it
     return message
 
 
-def translated(sentence: str) -> str:
-    """Translate a *sentence* that was written in English, for a record or by another process, for the user."""
-    if _catalogue is None or not sentence:
-        return sentence
-    from gpuguard.locale.sentences import in_words  # only for users who do not read English
+SEPARATORS = N_("; "), N_(", "), N_(": "), "\n"  # of messages.all_of()
 
-    return in_words(sentence, _catalogue.gettext)
+
+def translated(text: str, say: Callable[[str], str] | None = None) -> str:
+    """Return a Sentence in the language of the user, or as *say* has it; other texts stay as they are."""
+    say = say or (_catalogue.gettext if _catalogue else None)
+    if say is None:
+        return text
+    if not isinstance(text, Sentence):
+        from gpuguard.locale.sentences import in_words  # only for users who do not read English
+
+        return in_words(text, say)
+    values = {name: translated(value, say) for name, value in text.values.items()}
+    if text.key == ALL_OF:
+        return say(values.pop(BETWEEN, "")).join(values.values())
+    form = say(text.key)
+    return str(plain(text)) if form == text.key else filled(form, values)
 
 
 def ngettext(one: str, several: str, number: int) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 import re
@@ -42,6 +41,7 @@ from gpuguard.files import (
 )
 from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.locale import _
+from gpuguard.locale.messages import dumps
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import user_name
@@ -103,7 +103,7 @@ class OwnTicket:
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.waker = -1
         unfinished = ticket, waker = unfinished_path(directory), unfinished_path(directory)
-        encoded = json.dumps(dict(content)).encode()
+        encoded = dumps(content)
         try:
             os.mkfifo(waker, 0o600)
             self.waker = os.open(waker, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from gpuguard.locale.messages import with_ids
 from gpuguard.sanitize import columns_of, display_width
 
 Paint = Callable[[str, str], str]  # (text, "red" or "bold red") -> text
@@ -127,7 +128,7 @@ def picked(value: object, *names: str) -> dict[str, Any]:
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
     """Return *content* as one JSON object in ASCII, valid for every reader: bytes that are no text become U+FFFD."""
-    return json.dumps(_valid(content), indent=indent, ensure_ascii=True, allow_nan=False)
+    return json.dumps(_valid(with_ids(content)), indent=indent, ensure_ascii=True, allow_nan=False)
 
 
 def _valid(content: Any) -> Any:

@@ -9,7 +9,6 @@ bounded, and what is left out of it is counted among the unknown.  Knows nothing
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import threading
@@ -30,6 +29,7 @@ from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
 from gpuguard.history.schema import WIDTH
+from gpuguard.locale.messages import dumps
 from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.settings import read_queue_settings
@@ -303,7 +303,7 @@ def _is_known(series: ChartSeries, number: int) -> bool:
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return dumps(content, separators=(",", ":"))
 
 
 class NumberRing:
