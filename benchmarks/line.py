@@ -141,6 +141,7 @@ def torture(
     kills: int = 0,
     bound: float = 3.0,
     idle: float = 0.0,
+    longest: float = 0.3,
     patience: float = 60.0,
     variant: str = "",
     seed: int = 1,
@@ -153,7 +154,7 @@ def torture(
         _until(lambda: bool(read_records(hall.directory)), patience)
         for _ in range(waiters):
             count = min(chance.choice(MIXED), devices)
-            job = (sys.executable, "-ISc", JOB, str(place), f"{chance.uniform(0.05, 0.3):.3f}")
+            job = (sys.executable, "-ISc", JOB, str(place), f"{chance.uniform(longest / 6, longest):.3f}")
             process = hall.start("-n", str(count), "--", *job)
             processes[process.pid] = process
             if len(processes) % 10 == 9:
@@ -253,12 +254,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--bound", type=float, default=3.0, help="seconds")
+    parser.add_argument("--longest", type=float, default=0.3, help="seconds of the longest job; the shortest: a sixth")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds to measure who waits")
     parser.add_argument("--variant", default="", choices=["", "no-exclusion", "no-ring", "any-fit"])
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        outcome = torture(Path(place), patience=180.0, **vars(args))
+        outcome = torture(Path(place), patience=180.0 + 100 * args.longest, **vars(args))
     print(f"{args.waiters} waiters, {args.devices} devices, load {os.getloadavg()[0]:.1f}\n{outcome}")
 
 
