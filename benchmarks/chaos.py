@@ -32,9 +32,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
-from brokered import KEEPER, KINDS, Brokered
+from broker_machine import KEEPER, KINDS, Brokered
 from nodes import remove
 from proc import born_with, children_of
 from users import identity, install

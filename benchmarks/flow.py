@@ -28,7 +28,7 @@ from typing import Any
 
 import gpuguard
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
 from fake_nvml import FakeNvml
 from starters import surroundings

@@ -20,9 +20,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
-from guarded import SOMEBODY
+from guard_scene import SOMEBODY
 from nodes import clock, start
 from pid_reuse import Everybody
 from users import interpreter

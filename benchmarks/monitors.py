@@ -25,7 +25,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
 from fake_nvml import GIB, FakeNvml
 from job_start import amount, children

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import chances  # noqa: F401  (what hypothesis throws, before any test is read)
 import pytest
 from fake_nvml import FakeNvml
-from side_by_side import (  # noqa: F401
+from parallel import (  # noqa: F401
     alone,
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -21,11 +21,11 @@ from side_by_side import (  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_sessionfinish  # noqa: F401
 
 if TYPE_CHECKING:
-    from brokered import Brokered
-    from guarded import Scene
+    from broker_machine import Brokered
+    from guard_scene import Scene
     from nodes import Gpuguard
+    from supervised_job import Wrapped
     from users import Machine
-    from wrapped import Wrapped
 
     from gpuguard.claims.directory import LockDirectory
 
@@ -75,7 +75,7 @@ def admin(site: Path) -> Iterator[Machine]:
 @pytest.fixture
 def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
     """A machine whose daemon, of a user of its own, gives the locks, as root; FOR_BOTH_BROKERS: also one of root."""
-    from brokered import a_machine
+    from broker_machine import a_machine
 
     with a_machine(site, getattr(request, "param", "keeper")) as machine:
         yield machine
@@ -140,7 +140,7 @@ def both_taken(gpuguard: Gpuguard) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     """An offender whom nothing protects, and the guard."""
-    from guarded import a_scene
+    from guard_scene import a_scene
 
     with a_scene() as scene:
         yield scene
@@ -149,7 +149,7 @@ def scene() -> Iterator[Scene]:
 @pytest.fixture
 def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
     """A machine on which `gpuguard run` can be started."""
-    from wrapped import Wrapped
+    from supervised_job import Wrapped
 
     with Wrapped(tmp_path) as machine:
         yield machine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process
 from claimholders import Holder, a_holder
-from guarded import SOMEBODY, Guard, Listing
+from guard_scene import SOMEBODY, Guard, Listing
 from nodes import remove
 
 from gpuguard import procfs, users

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import a_machine
+from broker_machine import a_machine
 from nodes import eventually, remove
 from users import ALICE, BOB, HOG, an_open_place, identity, interpreter
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import FOR_BOTH_BROKERS, KEEPER, a_machine
+from broker_machine import FOR_BOTH_BROKERS, KEEPER, a_machine
 from builders import a_device
 from chances import luck, often
-from guarded import Listing
+from guard_scene import Listing
 from nodes import USE, eventually
 from test_broker_hostile import UNREAD
 from users import ALICE, BOB

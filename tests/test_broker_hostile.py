@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import FOR_BOTH_BROKERS, Brokered
+from broker_machine import FOR_BOTH_BROKERS, Brokered
 from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 

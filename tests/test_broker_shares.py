@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from brokered import KEEPER, Brokered, a_machine
+from broker_machine import KEEPER, Brokered, a_machine
 from nodes import eventually
 from test_broker_hostile import KEPT, say
 from users import ALICE, BOB

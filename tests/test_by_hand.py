@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from builders import a_device
-from guarded import Scene, somebody
+from guard_scene import Scene, somebody
 from top_scenes import Orphan, an_orphan
 
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process

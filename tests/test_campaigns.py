@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
-from side_by_side import pytest_collection_modifyitems
+from parallel import pytest_collection_modifyitems
 from sources import ROOT, modules
 
 
@@ -64,7 +64,7 @@ def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypat
     assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
 
 
-AGAIN = "def pytest_addoption(parser):\n    parser.addoption('--again', action='store_true')\n"  # see side_by_side.py
+AGAIN = "def pytest_addoption(parser):\n    parser.addoption('--again', action='store_true')\n"  # see parallel.py
 REACHED = "    assert (f(True), f(False)) == (1, 2)"
 BY_CHANCE = f"@hypothesis.given(hypothesis.strategies.just(1))\ndef test_by_chance(one):\n{REACHED}"
 
@@ -200,8 +200,9 @@ def test_a_file_belongs_to_the_parts_of_coverage_that_measure_or_run_it():
 
 
 def test_generate_runs_all_that_writes_something_anew_but_pictures():
-    writers = [path.stem for path in ROOT.glob("tests/*.py") if re.search(r'"--write" in sys.argv', path.read_text())]
-    wanted = {*writers} - {Path(__file__).stem, "picture"}
+    writers = [path for path in ROOT.glob("tests/**/*.py") if re.search(r'"--write" in sys.argv', path.read_text())]
+    names = {path.relative_to(ROOT / "tests").with_suffix("").as_posix() for path in writers}
+    wanted = names - {Path(__file__).stem, "support/picture"}
 
     assert len(wanted) >= 4
     assert wanted == {*re.search(r"for page in (.*); do", (ROOT / "scripts/generate").read_text())[1].split()}

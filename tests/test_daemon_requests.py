@@ -15,7 +15,7 @@ import pytest
 from builders import a_device, a_process, a_snapshot
 from claimholders import Holder, a_holder
 from daemons import a_daemon
-from guarded import SOMEBODY, Listing
+from guard_scene import SOMEBODY, Listing
 from nodes import eventually
 
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from chances import THE_SAME, luck
-from claiming import acquire
 from daemons import DaemonUnderTest, a_daemon, ask
 from nodes import Gpuguard, eventually, start
+from own_claims import acquire
 from structures import mutants
 
 from gpuguard import request as requests

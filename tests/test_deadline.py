@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from builders import a_process
-from guarded import SLEEP, a_child
+from guard_scene import SLEEP, a_child
 
 from gpuguard import deadline, procfs
 from gpuguard.deadline import MOST_HANGING, in_time

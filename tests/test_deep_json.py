@@ -86,7 +86,7 @@ door.close()
 
 def test_brackets_do_not_end_the_daemon(tmp_path: Path) -> None:
     words = [sys.executable, "-c", IN_A_SMALL_THREAD, str(tmp_path / "claims"), str(MAX_REQUEST_BYTES - 1)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support:{ROOT}/tests"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from builders import GIB, MIB, Reticent, a_claim_record, a_device, a_process, a_snapshot, a_uuid
 from chances import often
-from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
+from own_claims import acquire, preview
 from random_machines import a_random_machine
 
 from gpuguard import users

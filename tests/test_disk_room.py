@@ -40,7 +40,7 @@ def in_a_namespace(place: Path, program: str, *words: str, begin: str = BEGIN) -
     done = subprocess.run(
         ["unshare", "-mpf", "--mount-proc", sys.executable, "-c", code, str(where), *words],
         capture_output=True, text=True, check=False, timeout=2 * SECONDS,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
     )  # fmt: skip
     if "unshare" in done.stderr:
         pytest.skip(f"a full disk (no mount namespace: {done.stderr.strip()})")

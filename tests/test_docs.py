@@ -38,7 +38,7 @@ def test_the_examples_of_a_page_do_what_they_show(name, tmp_path):
 def test_the_picture_in_the_guide_is_what_who_shows(tmp_path):
     now = picture.comparable("who", picture.taken("who", tmp_path))
 
-    assert now == picture.comparable("who", picture.written("who")), "run: python tests/picture.py --write"
+    assert now == picture.comparable("who", picture.written("who")), "run: python tests/support/picture.py --write"
 
 
 def test_each_block_says_in_which_language_it_is_and_why_it_is_not_run():

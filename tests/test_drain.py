@@ -16,7 +16,7 @@ import pytest
 from builders import GIB, MIB, Reticent, a_device, a_process
 from nodes import until
 from proc import runs
-from wrapped import FileBackend, Wrapped, a_directory, content, end, first_line, python
+from supervised_job import FileBackend, Wrapped, a_directory, content, end, first_line, python
 
 from gpuguard import procfs
 from gpuguard.claims.records import YIELD, ReleaseRequest, read_records

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, MIB, Reticent, a_device, a_process, a_snapshot
-from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nodes import Gpuguard
 from nvml_child import answer_of
+from own_claims import acquire, preview
 
 from gpuguard.backends.nvml_fields import MPS_SERVER
 from gpuguard.claims.directory import lock_directory

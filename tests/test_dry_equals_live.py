@@ -13,7 +13,7 @@ import pytest
 from builders import GIB, a_device, a_process, a_snapshot, written
 from chances import NUMBER, dice
 from faulty_driver import GUILTY
-from guarded import a_child, started
+from guard_scene import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -1,6 +1,6 @@
 """Users who flood the queue and the daemon: what that costs others is counted, in files, plans and driver calls.
 
-How long it takes is measured by tests/floods.py.
+How long it takes is measured by tests/support/floods.py.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import FOR_BOTH_BROKERS
+from broker_machine import FOR_BOTH_BROKERS
 from daemons import ask
 from floods import CAROL, flooded
 from nodes import eventually, start

@@ -20,7 +20,7 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from claimholders import GPUS, Holder, a_holder, a_ready_child, a_record, by_hand, free, release, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
 from fake_nvml import FakeNvml
-from guarded import set_user_id_program
+from guard_scene import set_user_id_program
 from nodes import Gpuguard, eventually
 from sources import ROOT
 
@@ -216,12 +216,12 @@ def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_fil
 PLACES = ["a\rb", "a\vb\fc", "m\ra\vb\vc\vd\v/proc", "\x1c\x85\u2028", "a b\tc\nd\\040e", "#", "0::", " - cgroup2 "]
 LOOK = """
 import os, subprocess, sys
-sys.path[:0] = sys.argv[1:3]
+sys.path[:0] = sys.argv[1].split(":")
 import test_forged_claims
 told = [test_forged_claims.all_that_is_read()]
-for place in map(os.fsencode, sys.argv[4:]):
-    os.makedirs(os.fsencode(sys.argv[3]) + b"/" + place)
-    subprocess.run(["mount", "-t", "ramfs", "none", os.fsencode(sys.argv[3]) + b"/" + place], check=True)
+for place in map(os.fsencode, sys.argv[3:]):
+    os.makedirs(os.fsencode(sys.argv[2]) + b"/" + place)
+    subprocess.run(["mount", "-t", "ramfs", "none", os.fsencode(sys.argv[2]) + b"/" + place], check=True)
     told.append(test_forged_claims.all_that_is_read())
 assert told == told[:1] * len(told), told
 """
@@ -238,7 +238,8 @@ def all_that_is_read() -> list[object]:
 def test_a_mount_of_a_users_changes_nothing_that_is_known_of_others(tmp_path: Path, options: str) -> None:
     """It hid that users do not see each other, so that the daemon showed everybody's command lines to all."""
     mount = f'mount -t proc -o {options} proc /proc && exec "$@"'
-    words = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", LOOK, str(ROOT), str(ROOT / "tests")]
+    places = f"{ROOT}:{ROOT}/tests/support:{ROOT}/tests"
+    words = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", LOOK, places]
     done = subprocess.run([*words, str(tmp_path), *PLACES], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ import sys
 from fractions import Fraction
 
 import pytest
-from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
+from grab_node import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
 from nodes import GIB, a_user, change, start
 
 import gpuguard

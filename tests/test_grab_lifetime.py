@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
+from grab_node import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
 from nodes import Gpuguard, eventually
 
 import gpuguard

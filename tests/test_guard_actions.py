@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_uuid
-from guarded import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started
+from guard_scene import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started
 from nodes import until
 from proc import state
 

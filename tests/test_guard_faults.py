@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 from chances import IN_CAMPAIGNS, NUMBER
-from driven import driven
+from enforcing_daemon import driven
 from fake_nvml import GIB, MIB, FakeNvml
-from guarded import SOMEBODY, a_child
+from guard_scene import SOMEBODY, a_child
+from sources import ROOT
 
 pytestmark = pytest.mark.root  # the processes are those of other users
 
 
 def campaign(fake: FakeNvml, *words: str) -> Any:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("faulty_driver.py")), *words],
+        [sys.executable, f"{ROOT}/tests/support/faulty_driver.py", *words],
         env={**os.environ, **fake.environment(), "GPUGUARD_CHANCE": str(NUMBER)},
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from side_by_side import LONGEST
+from parallel import LONGEST
 from sources import PACKAGE, ROOT, module_name, modules, tree
 
 from gpuguard.claims.directory import lock_directory, open_lock

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven import DrivenDaemon, driven
+from enforcing_daemon import DrivenDaemon, driven
 from fake_nvml import GIB, FakeNvml
-from guarded import SOMEBODY, Scene, a_child, a_scene, python, somebody
+from guard_scene import SOMEBODY, Scene, a_child, a_scene, python, somebody
 from nodes import until
 
 from gpuguard import deadline

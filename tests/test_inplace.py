@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import Machine, a_device
-from claiming import acquire
+from own_claims import acquire
 from queues import a_ticket
 
 from gpuguard import files

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from builders import GIB, Machine
 from chances import NUMBER, often
-from claiming import acquire
-from grabbing import a_node, claimed, visible  # noqa: F401  (a fixture)
+from grab_node import a_node, claimed, visible  # noqa: F401  (a fixture)
+from own_claims import acquire
 
 import gpuguard
 from gpuguard import api

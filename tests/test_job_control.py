@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from nodes import until
 from proc import state
-from wrapped import Wrapped, content
+from supervised_job import Wrapped, content
 
 pytestmark = pytest.mark.terminal
 

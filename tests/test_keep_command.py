@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from builders import a_device, a_process, a_snapshot
 from daemons import a_daemon, somebodys
-from guarded import SOMEBODY
+from guard_scene import SOMEBODY
 from ladders import Processes, a_policy
 from nodes import GIB, eventually
 from users import ALICE, BOB

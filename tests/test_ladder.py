@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from builders import GIB, Machine, a_device, a_process
 from chances import NUMBER
-from guarded import SLEEP, a_child, somebody, started
+from guard_scene import SLEEP, a_child, somebody, started
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky

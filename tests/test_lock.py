@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
-from claiming import acquire, preview
+from own_claims import acquire, preview
 
 from gpuguard import model
 from gpuguard.claims.claim import Claim

@@ -16,7 +16,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process, found, found_later
 from claimholders import a_ready_child, see_locks_alone
 from daemons import SOMEBODY, a_daemon, somebodys
-from guarded import SLEEP, a_child
+from guard_scene import SLEEP, a_child
 from nodes import eventually
 from proc import state
 

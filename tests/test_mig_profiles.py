@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
 from chances import often
-from claiming import acquire
 from nodes import Gpuguard, start, until
+from own_claims import acquire
 from sharing import winners
 
 from gpuguard.claims.directory import LockDirectory, lock_directory

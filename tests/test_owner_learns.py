@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokered import Brokered
+from broker_machine import Brokered
 from chances import NUMBER, luck, often
 from daemons import with_names
 from endpoints import a_web_server

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from builders import Machine, a_device
-from claiming import acquire
+from own_claims import acquire
 
 from gpuguard import lock
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_process
-from guarded import Listing, a_child, a_scene, somebody, started
+from guard_scene import Listing, a_child, a_scene, somebody, started
 from nodes import Gpuguard, until
 from proc import state
 

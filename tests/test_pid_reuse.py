@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sources import ROOT
 
-SCRIPT = Path(__file__).with_name("pid_reuse.py")
+SCRIPT = ROOT / "tests/support/pid_reuse.py"
 COUNT = int(os.environ.get("GPUGUARD_TEST_REUSES", "100"))
 # What keeps the successor safe in each campaign; without it the successor is hit.
 FAULTS = {

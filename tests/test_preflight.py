@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot, a_uuid
-from guarded import SOMEBODY, Scene, a_child, a_scene
+from guard_scene import SOMEBODY, Scene, a_child, a_scene
 from nodes import until
 
 from gpuguard import capabilities, deadline, procfs

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from builders import Machine, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot, a_uuid
-from claiming import acquire
+from own_claims import acquire
 from queues import a_ticket
 from test_who import DOCUMENT, documented, printed
 

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
 from chances import IN_CAMPAIGNS, dice, often
-from claiming import acquire
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pretended import Pretended
+from own_claims import acquire
 from queue_reference import Job, Kept, Model
 from queues import HOUR, a_ticket
+from users_and_clock import Pretended
 
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("alone"),
 ]
 
-TASKS = str(Path(__file__).with_name("ray_tasks.py"))
+TASKS = str(Path(__file__).with_name("support") / "ray_tasks.py")
 MARK = "GPUGUARD_TEST_RAY"
 TAKEN = ("0", "1", "2")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from daemons import a_daemon
-from driven import driven
+from enforcing_daemon import driven
 from fake_nvml import GIB, FakeNvml
-from guarded import a_child, a_scene
+from guard_scene import a_child, a_scene
 
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.clusters import slurm

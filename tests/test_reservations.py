@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from builders import HOUR, NOW, UUIDS, Machine, a_claim_record, a_device, a_reservation, a_reserved, a_snapshot
-from claiming import acquire
-from pretended import Pretended
+from own_claims import acquire
 from queues import a_ticket
+from users_and_clock import Pretended
 
 from gpuguard import users
 from gpuguard.claims.directory import LockDirectory

@@ -16,10 +16,10 @@ import pytest
 from builders import Machine as Devices
 from builders import a_device
 from chances import luck
-from claiming import acquire, preview
 from daemons import a_daemon, somebodys
-from guarded import SOMEBODY, a_scene
+from guard_scene import SOMEBODY, a_scene
 from nodes import GIB, Gpuguard, eventually
+from own_claims import acquire, preview
 from users import ALICE, BOB
 
 from gpuguard.claims import restrictions

@@ -16,7 +16,7 @@ from chances import NUMBER
 from endpoints import a_web_server
 from nodes import Gpuguard, on_terminal, until
 from proc import children_of
-from wrapped import UUIDS, end, first_line, python
+from supervised_job import UUIDS, end, first_line, python
 
 from gpuguard.cli.job_log import summary_line
 from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
@@ -242,7 +242,7 @@ MANY = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, "{tests}")
-from wrapped import FileBackend, Request, a_directory, acquire, become_subreaper, run
+from supervised_job import FileBackend, Request, a_directory, acquire, become_subreaper, run
 become_subreaper()
 place = Path(sys.argv[1])
 os.environ["GPUGUARD_EVENTS"] = "/dev/null"
@@ -261,7 +261,7 @@ SIGNALS = sorted(signal.valid_signals() - STOPPING)
 
 
 def statuses(place: Path, scripts: list[str]) -> list[int]:
-    program = MANY.format(tests=Path(__file__).parent)
+    program = MANY.format(tests=Path(__file__).parent / "support")
     words = [sys.executable, "-c", program, str(place)]
     # Against a hang: 256 jobs take 15 s, and were seen to take more than 60 where others compute.
     done = subprocess.run(words, input="\n".join(scripts), stdout=subprocess.PIPE, text=True, check=True, timeout=300)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from claiming import acquire
+from own_claims import acquire
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_nvml import FakeNvml
-from guarded import Scene
+from guard_scene import Scene
 from proc import free_port
 from users import ALICE, BOB, Machine, install
 

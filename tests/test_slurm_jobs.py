@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from builders import a_device
-from guarded import Scene, a_scene, set_user_id_program
+from guard_scene import Scene, a_scene, set_user_id_program
 from nodes import Gpuguard, until
 
 from gpuguard.claims.records import is_id

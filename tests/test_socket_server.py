@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from chances import THE_SAME
 from daemons import ask
-from guarded import SOMEBODY
+from guard_scene import SOMEBODY
 from nodes import eventually, start
 from structures import mutants
 from test_daemon_requests import Requests

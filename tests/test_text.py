@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders import Scripted, a_device, a_snapshot
-from guarded import a_scene
+from guard_scene import a_scene
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot
-from guarded import Listing, somebody, started
+from guard_scene import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
 from gpuguard.enforcement.actions import ActionOutcome

@@ -476,7 +476,7 @@ def test_the_history_is_bounded_and_forgets_devices_that_are_gone():
 def test_the_picture_is_what_top_shows(tmp_path: Path) -> None:
     now = picture.comparable("top", picture.taken("top", tmp_path))
 
-    assert now == picture.comparable("top", picture.written("top")), "run: python tests/picture.py --write"
+    assert now == picture.comparable("top", picture.written("top")), "run: python tests/support/picture.py --write"
 
 
 def test_what_is_compared_still_has_the_states_and_the_columns() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven import IMPATIENT, DrivenDaemon, driven
+from enforcing_daemon import IMPATIENT, DrivenDaemon, driven
 from fake_nvml import GIB, FakeNvml
-from guarded import a_child, python
+from guard_scene import a_child, python
 from nodes import eventually
 from proc import state
 
@@ -183,11 +183,11 @@ def signals(daemon: DrivenDaemon, pid: int) -> list[str]:
 
 def test_nothing_stays_frozen_when_the_test_dies(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "import sys, time; from pathlib import Path; sys.path[:0] = sys.argv[1].split(':')\n"
         "from test_unkillable import Frozen; frozen = Frozen(Path(sys.argv[2])); frozen.freeze()\n"
         "print('frozen', flush=True); time.sleep(600)"
     )
-    words = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    words = [sys.executable, "-c", code, f"{Path(__file__).parent}:{Path(__file__).parent}/support", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as dying:
         if dying.stdout.readline() != "frozen\n":
             pytest.skip(f"what hangs in the kernel ({dying.communicate()[1].strip().splitlines()[-1]})")

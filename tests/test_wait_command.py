@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from builders import Machine, a_device
-from claiming import acquire
 from endpoints import a_mail_server, a_web_server
 from nodes import on_terminal, until
+from own_claims import acquire
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.records import read_records

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from builders import a_claim_record
-from guarded import Scene, a_scene, python, somebody
+from guard_scene import Scene, a_scene, python, somebody
 from nodes import until
 
 from gpuguard.claims.directory import lock_directory

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 from builders import GIB, Scripted, a_device, a_process, a_snapshot
-from claiming import acquire
 from nodes import clock, eventually, start
+from own_claims import acquire
 
 from gpuguard import procfs, watchdog
 from gpuguard.claims.directory import lock_directory

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_snapshot
-from claiming import acquire
 from nodes import a_user, change, on_terminal, start, until
+from own_claims import acquire
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import device_state

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from daemons import DaemonUnderTest, somebodys
-from guarded import a_child, started
+from guard_scene import a_child, started
 from ladders import START, Watch, a_policy, busy, kinds, pids
 
 from gpuguard.enforcement.limits import ActionLimits, PastAction

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from chances import luck
-from wrapped import IDLE, UUIDS
+from supervised_job import IDLE, UUIDS
 
 TRIALS, AT_ONCE = 210, 35
 SECONDS = 0.3  # of a job
@@ -30,7 +30,7 @@ NURSERY = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, "{tests}")
-from wrapped import FileBackend, Request, a_directory, acquire, become_subreaper, run
+from supervised_job import FileBackend, Request, a_directory, acquire, become_subreaper, run
 
 class UnlocksAtExit:
     "A claim as one would write it first: a lock object, which unlocks when Python ends."

@@ -8,7 +8,6 @@ KEY, "values": ...}``.  locale.translated() shows a sentence by its key.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -80,6 +79,8 @@ def plain(content: Any) -> Any:
 
 def dumps(content: Mapping[str, Any], *, separators: tuple[str, str] | None = None, indent: int | None = None) -> bytes:
     """Return *content* as json.dumps() would, in ASCII, with the messages of its sentences, for jsonio.loads()."""
+    import json  # only for what writes JSON: `gpuguard --version` does not
+
     return json.dumps(with_ids(content), separators=separators, indent=indent, allow_nan=False).encode("ascii")
 
 

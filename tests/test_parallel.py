@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from side_by_side import LONGEST, NEVER_AGAIN, pytest_xdist_auto_num_workers
+from parallel import LONGEST, NEVER_AGAIN, pytest_xdist_auto_num_workers
 from sources import ROOT
 
 # Stands for the one of .venv, which has nothing that tests may want besides; notes what would be installed.
@@ -18,7 +18,7 @@ case "$*" in
 esac
 exec {sys.executable} "$@"
 """
-CONFTEST = "".join(f"from {module} import *\n" for module in ("side_by_side", "surroundings"))
+CONFTEST = "".join(f"from {module} import *\n" for module in ("parallel", "surroundings"))
 ONCE_IN_TWO = """
 import pathlib
 
@@ -52,7 +52,7 @@ def checkout(tmp_path):
     (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     installed = tmp_path / "installed"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "INSTALLED": str(installed)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests/support'}:{ROOT}", "INSTALLED": str(installed)}
 
     def run(*words: str, **files: str) -> tuple[int, str, str]:
         for name, text in files.items():

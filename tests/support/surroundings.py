@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from side_by_side import LONGEST
+from parallel import LONGEST
 
 # What a shell on a GPU server, a batch job or a container may have set.  GPUGUARD_TEST_* steers the tests themselves.
 _FOREIGN = ("GPUGUARD_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "GPU_DEVICE_", "ZE_", "SLURM_", "PBS_", "LSB_", "RAY_")

@@ -26,7 +26,7 @@ LONGEST = (
     "test_drain", "test_forged_claims", "test_attacks", "test_queue_model", "test_disk_room", "test_mig_profiles",
     "test_cancel_command",
     "test_driver_calls", "test_wrapper_death", "test_dry_equals_live", "test_floods", "test_files",
-    "test_side_by_side", "test_worker", "test_notebook", "test_last_good", "test_campaigns", "test_guard_schedules",
+    "test_parallel", "test_worker", "test_notebook", "test_last_good", "test_campaigns", "test_guard_schedules",
     "test_innocents", "test_ladder", "test_policy_mutations", "test_owner_learns", "test_grab_lifetime",
     "test_interrupted_claim", "test_engine_properties", "test_grab", "test_pid_reuse", "test_page_server",
     "test_backfill", "test_bad_input", "test_passing_faults", "test_backend_contract", "test_metrics_command",

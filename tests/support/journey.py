@@ -1,6 +1,6 @@
 """The way of a job through a whole machine, with the claim directory that this machine has; run by scripts/matrix.
 
-    python tests/journey.py /run/lock|/run/gpuguard UID
+    python tests/support/journey.py /run/lock|/run/gpuguard UID
 
 As root, where /run is empty: `gpuguard setup` makes /run/gpuguard if it is wanted.  Under drivers of three ages: who
 starts at once gets different devices, the others are told so; who shows them; exit codes come through; after the last

@@ -1,4 +1,4 @@
-"""Two users who flood a machine with tickets and junk requests, and what that costs others: `python tests/floods.py`.
+"""Two users who flood a machine with tickets and junk requests; `python tests/support/floods.py`: what others pay.
 
 with flooded(broker, BOB, CAROL) as floods: ...     1,000 wordy tickets and 6 threads of junk requests for each of them
 with flooded(broker, BOB, tickets=70, threads=0): ...
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from brokered import Brokered, a_machine
+from broker_machine import Brokered, a_machine
 from users import ALICE, BOB, a_site
 
 CAROL, DAVE = pwd.getpwnam("sys"), pwd.getpwnam("man")

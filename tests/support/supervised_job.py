@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from builders import GIB, MIB, a_device, a_process, a_snapshot
-from claiming import acquire
+from own_claims import acquire
 
 from gpuguard import run
 from gpuguard.claims.directory import LockDirectory, lock_directory

@@ -1,7 +1,7 @@
 """The screens of `gpuguard who` in docs/guide.md and of `gpuguard top` in docs/top.md.
 
-``python tests/picture.py --write`` takes them, tests keep them true.  They show a simulated node on which one job
-trains, one has claimed a device and does nothing, and one has no claim.
+``python tests/support/picture.py --write`` takes them, tests keep them true.  They show a simulated node on which one
+job trains, one has claimed a device and does nothing, and one has no claim.
 """
 
 import getpass

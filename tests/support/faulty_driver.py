@@ -21,8 +21,8 @@ from typing import Any, Literal
 from builders import a_claim_record, a_snapshot, written
 from chances import THE_SAME
 from fake_nvml import ABORT, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, TIMEOUT, UNKNOWN, FakeNvml
-from guarded import SOMEBODY as GUILTY
-from guarded import a_child, started
+from guard_scene import SOMEBODY as GUILTY
+from guard_scene import a_child, started
 from nodes import beginning_with
 from pid_reuse import Everybody
 from worlds import shown

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal
 
 from builders import GIB, a_device, a_process
-from guarded import SOMEBODY, Listing
+from guard_scene import SOMEBODY, Listing
 from nodes import until
 
 from gpuguard import procfs

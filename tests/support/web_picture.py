@@ -1,4 +1,4 @@
-"""The picture of the page in docs/web.md and the README: python tests/web_picture.py --write
+"""The picture of the page in docs/web.md and the README: python tests/support/web_picture.py --write
 
 A simulated node, real jobs, Debian's Chromium and playwright.  Writes docs/web.png, at most 200 KB.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from nodes import Gpuguard
 from web_pages import a_busy_node, a_page
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "web.png"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "web.png"
 MOST_BYTES = 200_000
 CHART_SECONDS = 60  # until the chart of one minute is full
 

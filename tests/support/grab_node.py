@@ -1,6 +1,6 @@
 """A simulated node of four devices for grab_gpus() in this very process, whose environment is put back afterwards.
 
-from grabbing import a_node, claimed, indices, script, visible        a_node: the fixture "node" of every test there
+from grab_node import a_node, claimed, indices, script, visible        a_node: the fixture "node" of every test there
 """
 
 import os
