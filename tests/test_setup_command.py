@@ -20,7 +20,8 @@ from nodes import Gpuguard, start
 from sources import ROOT
 
 from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
-from gpuguard.cli import run_command_line, setup, setup_service
+from gpuguard.cli import run_command_line, setup
+from gpuguard.cli.setup import service as setup_service
 from gpuguard.errors import LockDirectoryError
 from gpuguard.policies.files.loader import load_policies
 

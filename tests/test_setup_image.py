@@ -9,7 +9,9 @@ import pytest
 from builders import a_device, a_snapshot
 from sources import ROOT
 
-from gpuguard.cli import setup, setup_image, setup_service
+from gpuguard.cli import setup
+from gpuguard.cli.setup import image as setup_image
+from gpuguard.cli.setup import service as setup_service
 
 UNITS = "etc/systemd/system"
 PLAIN = {

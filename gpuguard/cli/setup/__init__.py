@@ -39,10 +39,10 @@ from gpuguard.claims.directory import (
 from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.records import slot_names
 from gpuguard.claims.restrictions import COPIES
-from gpuguard.cli import setup_image, setup_service
 from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
-from gpuguard.cli.setup_service import LASTING, fault_as
+from gpuguard.cli.setup import image, service
+from gpuguard.cli.setup.service import LASTING, fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.locale import N_, _
 from gpuguard.model import HEALTH
@@ -105,10 +105,10 @@ def main(args: argparse.Namespace) -> int:
     if args.root is not None:
         return _prepare_image(args)
     if args.remove:
-        return setup_service.remove_directory(args.dir) if args.dir else setup_service.remove(ADMIN_DIRECTORY)
+        return service.remove_directory(args.dir) if args.dir else service.remove(ADMIN_DIRECTORY)
     if args.print_unit:
-        print(setup_service.unit_for(args.daemon_user or USER), end="")
-        if doubt := setup_service.doubts_about(sys.executable):
+        print(service.unit_for(args.daemon_user or USER), end="")
+        if doubt := service.doubts_about(sys.executable):
             print(f"gpuguard: {doubt}", file=sys.stderr)
         return 0
     _refuse_what_cannot_be(args)
@@ -138,9 +138,9 @@ def main(args: argparse.Namespace) -> int:
                 ).format(admin_directory=ADMIN_DIRECTORY)
             )
         if user != "root":
-            setup_service.make_user(user)
-        setup_service.write(setup_service.TMPFILES, "\n".join(lines) + "\n")
-        setup_service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
+            service.make_user(user)
+        service.write(service.TMPFILES, "\n".join(lines) + "\n")
+        service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
     if args.broker and os.geteuid() != 0:
         raise LockDirectoryError(_("only root can give the lock files to the daemon alone.  Run it with sudo."))
     make_directory(path, uuids)
@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
         change_broker(path, user, brokered=broker)
 
     if args.systemd:
-        setup_service.install_service(user)
+        service.install_service(user)
     _say_what_changed(before, _installed(path))
     _say_ready(path, args.dir, len(uuids))
     if broker:
@@ -168,7 +168,7 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
                     admin_directory=ADMIN_DIRECTORY
                 )
             )
-        setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
+        service.refuse_where_it_cannot_work(args.daemon_user or USER)
     if args.dir is None and not args.print and args.backend.startswith((*RECORDED, "simulated")):
         raise InvalidRequest(
             _(
@@ -188,20 +188,20 @@ def _prepare_image(args: argparse.Namespace) -> int:
                     name=name.replace("_", "-") + (_(" (or GPUGUARD_DIR)") if name == "dir" else "")
                 )
             )
-    root, user = setup_image.image(args.root), args.daemon_user or USER
-    service = args.systemd or (args.check and setup_image.has_service(root))
+    root, user = image.image(args.root), args.daemon_user or USER
+    with_service = args.systemd or (args.check and image.has_service(root))
     lines = "\n".join(tmpfiles_lines(ADMIN_DIRECTORY, [], user)) + "\n"
-    files = setup_image.wanted(root, lines, user, service=service)
+    files = image.wanted(root, lines, user, service=with_service)
     if args.check:
-        faults = setup_image.faults(root, files)
+        faults = image.faults(root, files)
         print("\n".join(faults or [_("Everything is as `gpuguard setup` would make it.")]))
         return bool(faults)
-    before = setup_image.found_of(root, files)
-    setup_image.write(root, files)
-    _say_what_changed(before, setup_image.found_of(root, files))
-    text = _IMAGE_READY if setup_image.has_service(root) else _IMAGE_READY_WITHOUT_SERVICE
+    before = image.found_of(root, files)
+    image.write(root, files)
+    _say_what_changed(before, image.found_of(root, files))
+    text = _IMAGE_READY if image.has_service(root) else _IMAGE_READY_WITHOUT_SERVICE
     print(_(text).format(root=root, path=ADMIN_DIRECTORY))
-    if service and (doubt := setup_image.lacks_python(root)):
+    if with_service and (doubt := image.lacks_python(root)):
         print(f"gpuguard: {doubt}", file=sys.stderr)
     return 0
 
@@ -221,13 +221,13 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
     if len(found) > MOST_SHOWN:
         missing.append(_("and {number} more").format(number=len(found) - MOST_SHOWN))
     if lines:
-        texts = {setup_service.TMPFILES: lines[:1]}
-        if os.path.lexists(setup_service.UNIT):
-            texts = {setup_service.TMPFILES: lines, setup_service.UNIT: [setup_service.unit_for(user)]}
+        texts = {service.TMPFILES: lines[:1]}
+        if os.path.lexists(service.UNIT):
+            texts = {service.TMPFILES: lines, service.UNIT: [service.unit_for(user)]}
         for file, allowed in texts.items():
-            if not any(setup_service.is_written_as(file, text) for text in allowed):
+            if not any(service.is_written_as(file, text) for text in allowed):
                 missing.append(_("{path} is not as this version of gpuguard writes it.").format(path=file))
-    account = setup_service.account_of(user)
+    account = service.account_of(user)
     daemons = f"{path}/{NAME}"
     if user != "root" and os.path.isdir(daemons) and (not account or os.stat(daemons).st_uid != account.pw_uid):
         missing.append(_("{path} does not belong to {user}.").format(path=daemons, user=user))
@@ -237,7 +237,7 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
 
 def _installed(path: str) -> dict[str, object]:
     """Return what setup makes, as it is now: path -> its content, or its mode and its owner."""
-    own = setup_service
+    own = service
     files = {file: own.content_of(file) for file in (own.TMPFILES, own.SYSUSERS, own.MOUNT_UNIT, own.UNIT, own.POLICY)}
     found: dict[str, object] = {file: content for file, content in files.items() if content is not None}
     for folder in (path, f"{path}/lock", f"{path}/claims", f"{path}/{NAME}"):
@@ -274,7 +274,7 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
         )
     )
     if own is None and not os.path.ismount(f"{path}/claims"):
-        print(_(setup_service.UNBOUNDED).format(path=path))
+        print(_(service.UNBOUNDED).format(path=path))
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
@@ -312,7 +312,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
 def _make_daemon_directory(path: str, name: str) -> None:
     """Make the directory of the daemon in *path*, or give the one that is there to *name*."""
     place = f"{path}/{NAME}"
-    if (account := setup_service.account_of(name)) is None:
+    if (account := service.account_of(name)) is None:
         raise LockDirectoryError(_("there is no user {name}.  `sudo gpuguard setup` makes gpuguard.").format(name=name))
     with fault_as(_("{place} cannot be made for {name}").format(place=place, name=name)):
         if not os.path.lexists(place):

@@ -55,6 +55,7 @@ SYSUSERS_LINES = """\
 # The user of the daemon.
 u {name} - "gpuguard, the guard of the GPUs" - -
 """
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # gpuguard/
 _LARGEST = 2**20  # bytes: no file of ours is larger
 _SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
 _PYTHON = "/usr/bin/python3"  # in the packaged unit
@@ -146,8 +147,7 @@ def is_sealed(content: bytes) -> bool:
 
 
 def packaged(name: str) -> str:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for folder in (f"{package}/packaging", f"{os.path.dirname(package)}/packaging"):
+    for folder in (f"{_PACKAGE}/packaging", f"{os.path.dirname(_PACKAGE)}/packaging"):
         try:
             with open(f"{folder}/{name}", encoding="utf-8") as file:
                 return file.read()
@@ -247,8 +247,7 @@ def refuse_where_it_cannot_work(user: str) -> None:
         raise LockDirectoryError(
             _("a package has installed {path}: run `sudo systemctl enable --now gpuguard`.").format(path=path)
         )
-    package = os.path.dirname(os.path.dirname(__file__))
-    if doubt := doubts_about(sys.executable) or open_to_others(sys.executable, package):
+    if doubt := doubts_about(sys.executable) or open_to_others(sys.executable, _PACKAGE):
         raise LockDirectoryError(_("{doubt}\nNothing was changed.").format(doubt=doubt))
     ours = is_as_written(UNIT) or content_of(UNIT) == unit_for(user).encode()
     if os.path.lexists(UNIT) and not ours:
