@@ -22,6 +22,7 @@ from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.sanitize import neutralise
 from gpuguard.users import user_name
 from gpuguard.views.text import put
@@ -48,7 +49,8 @@ def main(args: argparse.Namespace) -> int:
     if not os.access(daemon_files(directory).path, os.W_OK):
         raise GpuguardError(_("only root may do that: run it with sudo."))
     chosen = [named[int(pid)] for pid in args.pids] or list(named.values())
-    words = [pauses.end(pause, f"let go on by {user_name(os.getuid())}") for pause in chosen]
+    why = sentence("pause.let_go_on", "let go on by {user}", user=user_name(os.getuid()))
+    words = [pauses.end(pause, why) for pause in chosen]
     told = [translated(_WORDS.get(word, word)) for word in words]
     put(
         [f"{_line(pause)}: {text}" for pause, text in zip(chosen, told, strict=True)] or [_("nothing is paused.")],
@@ -58,10 +60,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 _WORDS = {
-    "done": "it goes on",
-    "gone": "it had ended",
-    "left": "another hand has stopped it or let it go on",
-    "": "try again",
+    "done": sentence("resume.done", "it goes on"),
+    "gone": sentence("resume.gone", "it had ended"),
+    "left": sentence("resume.left", "another hand has stopped it or let it go on"),
+    "": sentence("resume.again", "try again"),
 }
 
 

@@ -28,6 +28,7 @@ from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Pr
 from gpuguard.enforcement.terminals import NO_TERMINAL, WRITTEN, write_to_terminal
 from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
 from gpuguard.history.audit_log import line_of
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import (
     ActionName,
     ActionWord,
@@ -54,6 +55,9 @@ NOT_TAKEN: frozenset[ActionWord] = frozenset(
 WRITE_SECONDS = 1.0  # for a line in the audit log; if it takes longer, the checks before it no longer count
 
 Result = tuple[ActionWord, str]  # a word, and the reason if the word does not say it
+
+_ENDED = sentence("action.ended_before", "it had ended before")
+_NOT_RECORDED = sentence("action.not_recorded", "nothing could be written down, so nothing was done")
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def _end_pause(target: Preflight) -> None:
     """End the pause of a process that has been asked to end; otherwise another user would seem to have resumed it."""
     pauses, process = target.context.pauses, target.process
     if pauses and process and (pause := pauses.of(process.identity, live=target.live)):
-        pauses.end(pause, "it has been asked to end", live=target.live)
+        pauses.end(pause, sentence("pause.asked_to_end", "it has been asked to end"), live=target.live)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,11 @@ def _debt_fault(target: Preflight) -> str:
         if pauses and process:
             pauses.begin(_pause_of(target, process))
     except OSError as error:
-        return f"it cannot be written down that it must go on again: {error.strerror or error}"
+        return sentence(
+            "pause.unwritten",
+            "it cannot be written down that it must go on again: {error}",
+            error=error.strerror or str(error),
+        )
     return ""
 
 
@@ -172,9 +180,10 @@ def _without_preflight(verdict: Verdict, context: ActionContext, process: Proces
     live = context.is_live(verdict)
     pause, word = context.pauses.of(process.identity, live=live), _done(verdict, context)
     if verdict.action == "pause":
-        return ActionOutcome(word, "it is paused", process.pid) if pause and pause.policy == verdict.policy else None
+        lasts = ActionOutcome(word, sentence("pause.lasts", "it is paused"), process.pid)
+        return lasts if pause and pause.policy == verdict.policy else None
     if pause is None:
-        return _logged(verdict, context, "refused", "gpuguard has not paused it")
+        return _logged(verdict, context, "refused", sentence("pause.none", "gpuguard has not paused it"))
     context.pauses.end(pause, verdict.finding.why, live=live)
     return ActionOutcome(word, pid=process.pid)
 
@@ -235,7 +244,8 @@ def _release(target: Preflight) -> Result:
     assert target.locks
     verdict = target.verdict
     try:
-        release_claim(target.locks, ReleaseRequest(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
+        by = sentence("by.policy", "the policy {policy}", policy=verdict.policy)
+        release_claim(target.locks, ReleaseRequest(RELEASED, by, verdict.finding.why))
     except (OSError, ClaimError) as error:
         return "failed", str(error)
     return "done", ""
@@ -263,7 +273,8 @@ def _cancel(target: Preflight) -> Result:
     job = preflight.slurm_job(target)
     # This is asked after the job was read, because no other process has the pid as long as this one lives.
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
-    fault = "its job has ended" if ended or job is None else slurm.cancel(job)
+    over = sentence("action.job_ended", "its job has ended")
+    fault = over if ended or job is None else slurm.cancel(job)
     return ("failed", fault) if fault else ("sent" if target.process else "done", "")
 
 
@@ -312,7 +323,7 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
         return _logged(verdict, context, "done")
     if any(_is_supervised(snapshot, *claim) for claim in claims):
         return _logged(verdict, context, "logged")
-    return _logged(verdict, context, "undelivered", ", ".join(sorted(words)) or NO_TERMINAL)
+    return _logged(verdict, context, "undelivered", all_of(sorted(words), ", ") or NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -341,7 +352,7 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Act
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
     if not isinstance(target, str) or context.notifier is None:
-        return _logged(verdict, context, "failed", "there is no receiver")
+        return _logged(verdict, context, "failed", sentence("action.no_receiver", "there is no receiver"))
     if not context.is_live(verdict):
         return _logged(verdict, context, "dry run")
     answer = context.notifier.notify(target, verdict, snapshot)
@@ -365,9 +376,10 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
     uids = {process.uid for process in processes} if subject.uid is None else {subject.uid}
     uid = uids.pop() if len(uids) == 1 else None
     if uid is None:
-        return _logged(verdict, context, "refused", "no user in particular is meant")
+        return _logged(verdict, context, "refused", sentence("action.no_user", "no user in particular is meant"))
     if identity.is_of_the_system(uid) or uid in context.protected:
-        return _logged(verdict, context, "refused", f"uid {uid} is protected")
+        why = sentence("preflight.uid_protected", "uid {uid} is protected", uid=uid)
+        return _logged(verdict, context, "refused", why)
     user = subject.user or next((process.user for process in processes if process.uid == uid), None)
     return _restrict(verdict, context, restrictions.DENIED, str(uid), user)
 
@@ -394,13 +406,15 @@ def _quarantine(
     """
     uuid = verdict.finding.subject.device
     if uuid is None:
-        return _logged(verdict, context, "refused", "no GPU is meant")
+        return _logged(verdict, context, "refused", sentence("action.no_gpu", "no GPU is meant"))
     if context.directory is not None:
         out = {uuid, *restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())}
         divided = {device.parent_uuid for device in snapshot.devices}
         claimable = [device for device in snapshot.devices if device.uuid not in divided]
         if sum(not out.isdisjoint((device.uuid, device.parent_uuid)) for device in claimable) > len(claimable) / 2:
-            why = "more than half of the GPUs would be out of service: ask an administrator"
+            why = sentence(
+                "action.half_of_gpus", "more than half of the GPUs would be out of service: ask an administrator"
+            )
             return _logged(verdict, context, "refused", why)
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid, process=process)
 
@@ -414,14 +428,15 @@ def _restrict(
     process: ProcessIdentity | None = None,
 ) -> ActionOutcome:
     if context.directory is None:
-        return _logged(verdict, context, "failed", "there is no directory of claims to write it into")
+        why = sentence("action.no_directory", "there is no directory of claims to write it into")
+        return _logged(verdict, context, "failed", why)
     if not context.is_live(verdict):
         return _logged(verdict, context, "dry run")
     if not context.append(_event(verdict, "about to")):
-        return ActionOutcome("not recorded", "nothing could be written down, so nothing was done")
+        return ActionOutcome("not recorded", _NOT_RECORDED)
     now, seconds = time.time(), dict(verdict.options).get("for")
     until = None if seconds is None else now + float(seconds)
-    by, reason = f"the policy {verdict.policy}", verdict.finding.why
+    by, reason = sentence("by.policy", "the policy {policy}", policy=verdict.policy), verdict.finding.why
     lasts = kind == restrictions.QUARANTINED and verdict.kind is not None and verdict.kind.outlasts_boot
     mark = restrictions.Restriction(name, now, until, reason, by, user, process, until_reboot=not lasts)
     try:
@@ -468,21 +483,25 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     """
     action = ACTIONS.get(verdict.action)
     if action is None:
-        return (_logged(verdict, context, "failed", f"there is no action {verdict.action!r}"),)
+        why = sentence("action.unknown", "there is no action {action}", action=repr(verdict.action))
+        return (_logged(verdict, context, "failed", why),)
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
             if context.limits.is_done(verdict, process.identity):
-                outcomes.append(ActionOutcome(_done(verdict, context), "it was done before", process.pid))
+                before = sentence("action.done_before", "it was done before")
+                outcomes.append(ActionOutcome(_done(verdict, context), before, process.pid))
             elif settled := _without_preflight(verdict, context, process):
                 outcomes.append(settled)
             else:
                 with preflight.check_process(verdict, snapshot, context, process) as target:
                     outcomes.append(_carry_out(action.on_process, target))
         if outcomes or not action.on_claim:
-            return tuple(outcomes) or (_logged(verdict, context, "refused", "no process is meant"),)
+            none = sentence("action.no_process", "no process is meant")
+            return tuple(outcomes) or (_logged(verdict, context, "refused", none),)
     if snapshot.recorded:
-        return (_logged(verdict, context, "refused", "the sample is a recording, of another time or machine"),)
+        why = sentence("preflight.recorded", "the sample is a recording, of another time or machine")
+        return (_logged(verdict, context, "refused", why),)
     if action.on_claim:
         with preflight.check_claim(verdict, snapshot, context) as target:
             return (_carry_out(action.on_claim, target),)
@@ -494,8 +513,8 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
     verdict, context, process = target.verdict, target.context, target.process
     pid = process.pid if process else None
     if target.ended:
-        context.append(_event(verdict, "gone", process, "it had ended before"))
-        return ActionOutcome("gone", "it had ended before", pid)
+        context.append(_event(verdict, "gone", process, _ENDED))
+        return ActionOutcome("gone", _ENDED, pid)
     if target.failed:
         return _refused(target)
     owes = target.live and verdict.action == "pause"
@@ -521,13 +540,17 @@ def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOut
     event = replace(event, claim=claim, devices=event.devices or target.devices)
     begun = boot_clock()
     if not context.append(event):
-        return ActionOutcome("not recorded", "nothing could be written down, so nothing was done", pid)
+        return ActionOutcome("not recorded", _NOT_RECORDED, pid)
     # If the disk hung meanwhile, the checks are that old, and the process may run something else by now.
     took = boot_clock() - begun
     if took > WRITE_SECONDS:
-        why = f"its line in the audit log took {format_duration(took)} to write: what was decided before is too old"
-        context.append(_event(verdict, "refused", process, why))
-        return ActionOutcome("refused", why, pid, wait=0.0)
+        late = sentence(
+            "action.written_late",
+            "its line in the audit log took {seconds} to write: what was decided before is too old",
+            seconds=format_duration(took),
+        )
+        context.append(_event(verdict, "refused", process, late))
+        return ActionOutcome("refused", late, pid, wait=0.0)
     context.limits.record(action)
     if process:
         context.limits.record_done(verdict, process.identity)
@@ -564,7 +587,7 @@ def _is_supervised(snapshot: Snapshot, uid: int | None, claim_id: str | None) ->
 
 def _refused(target: Preflight) -> ActionOutcome:
     verdict, process, failed = target.verdict, target.process, target.failed
-    text, waits = "; ".join(check.text for check in failed), [check.wait for check in failed]
+    text, waits = all_of(check.text for check in failed), [check.wait for check in failed]
     wait = None if None in waits else max(wait for wait in waits if wait is not None)
     # A refusal that only has to wait is repeated with every sample, and one line is enough.
     whom = process.identity if process else verdict.finding.subject
@@ -623,7 +646,7 @@ def _event(
         devices=process.devices if process else (subject.device,) if subject.device else (),
         pid=pid,
         claim=subject.claim,
-        message=finding.why + (f": {why}" if why else ""),
+        message=sentence("because", "{what}: {why}", what=finding.why, why=why) if why else finding.why,
         facts=tuple(facts.items()),
     )
 
@@ -653,7 +676,11 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
         over = past.live and past.action == "kill" and now - past.clock >= UNKILLABLE_SECONDS
         if over and past.process not in unkillable and identity.is_alive(past.process):
             unkillable[past.process] = past
-            why = f"it outlived SIGKILL by {now - past.clock:.0f}s: no further signal can help"
+            why = sentence(
+                "action.outlived_kill",
+                "it outlived SIGKILL by {time}: no further signal can help",
+                time=f"{now - past.clock:.0f}s",
+            )
             pid, facts = past.process[0], (("policy", past.policy or None),)
             outcomes.append(ActionOutcome("unkillable", why, pid))
             context.append(
@@ -685,7 +712,7 @@ def _quarantine_devices(
     past: PastAction, listed: Mapping[str, tuple[GpuProcess, ...]], context: ActionContext, snapshot: Snapshot
 ) -> None:
     """Take the devices out of service, and inform the targets once."""
-    why = f"pid {past.process[0]} outlived SIGKILL: the GPU needs a reset"
+    why = sentence("action.reset_needed", "pid {pid} outlived SIGKILL: the GPU needs a reset", pid=past.process[0])
     for number, (uuid, rows) in enumerate(listed.items()):
         finding = Finding("unkillable", Subject("device", device=uuid), why, rows)
         verdict = Verdict(
@@ -717,7 +744,7 @@ def _end_quarantines(context: ActionContext, snapshot: Snapshot) -> None:
             context.directory, restrictions.QUARANTINED, lambda found: [found.pop(uuid, None) for uuid in over]
         )
     for uuid, (pid, _) in over.items():
-        text = "the process is gone from the GPU, and its memory is back"
+        text = sentence("action.quarantine_over", "the process is gone from the GPU, and its memory is back")
         context.append(
             Event(time=time.time(), kind="quarantine", outcome="ended", devices=(uuid,), pid=pid, message=text)
         )

@@ -18,6 +18,7 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.locale import N_
+from gpuguard.locale.messages import sentence
 from gpuguard.model import WHO_FIELDS, ActionName, Event, Finding, Subject, Verdict
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
@@ -51,16 +52,18 @@ def signal_process(
         BackendError: the driver cannot be asked, so nothing was done.
     """
     if action not in BY_HAND:
-        return ActionOutcome("refused", f"there is no action {action!r}", process[0])
+        why = sentence("action.unknown", "there is no action {action}", action=repr(action))
+        return ActionOutcome("refused", why, process[0])
     snapshot = operator.backend.sample(WHO_FIELDS, list(devices))
     rows = [(device, row) for device in snapshot.devices for row in device.processes or ()]
     listed = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
     if not listed:
-        return ActionOutcome("gone", "it is not on the GPU any more", process[0])
+        return ActionOutcome("gone", sentence("by_hand.not_there", "it is not on the GPU any more"), process[0])
     device, row = listed[0]
     if os.geteuid() and row.uid != os.geteuid():
-        owner = row.user or "a user who is not known"
-        return ActionOutcome("refused", f"it belongs to {owner}: only root signals processes of others", row.pid)
+        owner = row.user or sentence("by_hand.unknown_user", "a user who is not known")
+        why = sentence("by_hand.of_others", "it belongs to {user}: only root signals processes of others", user=owner)
+        return ActionOutcome("refused", why, row.pid)
     uids = {row.uid for _, row in rows if row.uid is not None}
     context = ActionContext(
         operator.backend,
@@ -74,7 +77,8 @@ def signal_process(
         limits=operator.limits,
     )
     subject = Subject("process", device.uuid, row.pid, row.start_time, row.uid, user=row.user)
-    finding = Finding(NAME, subject, f"asked for by {user_name(os.getuid())}", (row,))
+    asked = sentence("by_hand.asked", "asked for by {user}", user=user_name(os.getuid()))
+    finding = Finding(NAME, subject, asked, (row,))
     return act(
         Verdict(policy=NAME, finding=finding, action=action, step=0, since=boot_clock(), enforce=True),
         snapshot,

@@ -17,6 +17,7 @@ from typing import cast
 
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
+from gpuguard.locale.messages import sentence
 from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
 from gpuguard.policies.action_kinds import DISRUPTIVE, ENDING_ACTIONS
 from gpuguard.policies.engine import EFFECT_SECONDS
@@ -149,7 +150,10 @@ class ActionLimits:
         if jobs.knows(action) or len(jobs.begun) < self.per_minute:
             return None
         wait = sorted(jobs.begun.values())[-self.per_minute] + 60 - action.clock
-        return FailedCheck("rate", f"{self.per_minute} jobs signalled in one minute are the most", wait)
+        text = sentence(
+            "limits.jobs_per_minute", "{count} jobs signalled in one minute are the most", count=self.per_minute
+        )
+        return FailedCheck("rate", text, wait)
 
     def _victims(self, ended: list[PastAction], action: PastAction) -> FailedCheck | None:
         """Check the limit per hour and, within it, that of each user: as many jobs as are then left for the others.
@@ -162,9 +166,16 @@ class ActionLimits:
         own = len({job for past in ended if past.uid == action.uid and (job := jobs.of[past.member])})
         if jobs.knows(action) or own < left:
             return None
-        text = f"{self.per_hour} jobs ended in one hour are the most"
+        text = sentence("limits.jobs_per_hour", "{count} jobs ended in one hour are the most", count=self.per_hour)
         if left > 0:
-            text += f", and the {left} that are left are for other users: of this one {own} were ended"
+            text = sentence(
+                "limits.jobs_of_user",
+                "{count} jobs ended in one hour are the most, and the {left} that are left are for other users: of "
+                "this one {own} were ended",
+                count=self.per_hour,
+                left=left,
+                own=own,
+            )
         return FailedCheck("victims", text, min(jobs.begun.values()) + HOUR - action.clock)
 
     def _escalation(self, action: PastAction) -> FailedCheck | None:
@@ -172,18 +183,26 @@ class ActionLimits:
             return None
         asked = self._asked_to_end.get((action.process, action.live))
         if asked is None:
-            return FailedCheck("escalation", "it was not asked to end first: put terminate before kill")
+            text = sentence("limits.not_asked", "it was not asked to end first: put terminate before kill")
+            return FailedCheck("escalation", text)
         age = action.clock - asked
         if age < KILL_AFTER:
-            text = f"it was asked to end {age:.0f}s ago, and has {KILL_AFTER:.0f}s to do it"
+            text = sentence(
+                "limits.asked_lately",
+                "it was asked to end {time} ago, and has {limit} to do it",
+                time=f"{age:.0f}s",
+                limit=f"{KILL_AFTER:.0f}s",
+            )
             return FailedCheck("escalation", text, KILL_AFTER - age)
         return None
 
     def _unkillable(self, lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
         if action.process in self.unkillable:
-            return FailedCheck("unkillable", "it outlived SIGKILL: no further signal can help")
+            text = sentence("limits.outlived_kill", "it outlived SIGKILL: no further signal can help")
+            return FailedCheck("unkillable", text)
         if _times_of(lately, action.process, "kill"):
-            return FailedCheck("unkillable", "it was killed before: no further signal can help")
+            text = sentence("limits.killed_before", "it was killed before: no further signal can help")
+            return FailedCheck("unkillable", text)
         return None
 
 
@@ -217,10 +236,10 @@ def _busy_device(
             continue
         age, pid = action.clock - past.clock, past.process[0]
         if age < BETWEEN_ACTIONS:
-            text = f"pid {pid} on this GPU comes first"
+            text = sentence("limits.comes_first", "pid {pid} on this GPU comes first", pid=pid)
             return FailedCheck("one per device", text, BETWEEN_ACTIONS - age)
         if age < EFFECT_SECONDS and not effect_seen(past):
-            text = f"the effect on pid {pid} on this GPU is not seen yet"
+            text = sentence("limits.effect_unseen", "the effect on pid {pid} on this GPU is not seen yet", pid=pid)
             return FailedCheck("one per device", text, EFFECT_SECONDS - age)
     return None
 
@@ -234,7 +253,8 @@ def _repetition(lately: Iterable[PastAction], action: PastAction) -> FailedCheck
     age = action.clock - last
     if age >= BETWEEN_ACTIONS:
         return None
-    return FailedCheck("repetition", f"{action.action} was done {age:.0f}s ago", BETWEEN_ACTIONS - age)
+    text = sentence("limits.repetition", "{action} was done {time} ago", action=action.action, time=f"{age:.0f}s")
+    return FailedCheck("repetition", text, BETWEEN_ACTIONS - age)
 
 
 def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
@@ -252,7 +272,11 @@ def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> Faile
             restarts, last = restarts + 1, end
     if restarts < ENDED_PER_HOUR:
         return None
-    text = f"the same program was ended {restarts} times within the hour, and was started again each time"
+    text = sentence(
+        "limits.restart_loop",
+        "the same program was ended {count} times within the hour, and was started again each time",
+        count=restarts,
+    )
     return FailedCheck("restart loop", text)
 
 
@@ -300,9 +324,17 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
                 action = _action_of(line, boot, clock, now)
                 actions, damaged = ([*actions, action], damaged) if action else (actions, damaged + 1)
     except OSError as error:
-        text = f"the audit log cannot be read ({error.strerror or error}), so what was done in the last hour is unknown"
+        text = sentence(
+            "limits.log_unreadable",
+            "the audit log cannot be read ({error}), so what was done in the last hour is unknown",
+            error=error.strerror or str(error),
+        )
         return RecoveredActions(_feared(MOST_JOBS, clock), text)
-    text = f"damaged lines in the audit log: {damaged}; each counts as a process that was ended just now"
+    text = sentence(
+        "limits.log_damaged",
+        "damaged lines in the audit log: {count}; each counts as a process that was ended just now",
+        count=damaged,
+    )
     known = sorted(actions, key=lambda action: action.clock)
     return RecoveredActions((*known, *_feared(damaged, clock)), text if damaged else None)
 
@@ -360,6 +392,8 @@ def _feared(count: int, clock: float) -> tuple[PastAction, ...]:
 BURST_LINES = 1_000  # about one user, before the limit of
 SECONDS_PER_LINE = 10.0  # for each further line: 3 MB a day
 REPORT_SECONDS = 60.0  # between two lines that say how many were left out
+_SAME_USER = sentence("limits.same_user", "the same user")
+_NAMELESS = sentence("limits.nameless_users", "users without a name")
 
 
 class AuditQuota:
@@ -401,10 +435,16 @@ class AuditQuota:
             if clock - since < REPORT_SECONDS:
                 continue
             del self._left_out[user]
-            number, whom = sum(counts.values()), "the same user" if user else "users without a name"
-            kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
-            text = f"{number} lines about {whom} within {clock - since:.0f}s"
-            text += f", more than one in {SECONDS_PER_LINE:.0f}s: {kinds}"
+            number = sum(counts.values())
+            text = sentence(
+                "limits.lines_left_out",
+                "{count} lines about {user} within {time}, more than one in {limit}: {kinds}",
+                count=number,
+                user=_SAME_USER if user else _NAMELESS,
+                time=f"{clock - since:.0f}s",
+                limit=f"{SECONDS_PER_LINE:.0f}s",
+                kinds=", ".join(f"{kind} {count}" for kind, count in counts.most_common()),
+            )
             yield Event(
                 time=time.time(), kind="note", outcome="left out", user=user, message=text, facts=(("lines", number),)
             )

@@ -25,6 +25,7 @@ from gpuguard.enforcement.terminals import write_to_terminal
 from gpuguard.files import read_file, status_in_place, write_file
 from gpuguard.history.audit_log import line_of
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Event, PauseEnd, ProcessIdentity
 from gpuguard.notify.templates import deed_text
 from gpuguard.procfs import Stat, boot_id, parse_stat, read_proc, stat_of, status_words
@@ -33,6 +34,7 @@ MAX_BYTES = 4096
 AGAIN_SECONDS = 60.0  # between two tries to write down that a pause has ended
 LATE_CPU_SECONDS = 0.1  # of each CPU: what a thread used before it stopped may be counted after we see it stopped
 _NAME = re.compile(r"paused\.([0-9a-f-]{8})\.(\d{1,7})\.(\d{1,12}\.\d{1,6})")
+_OVER = sentence("pause.over", "its pause is over")
 _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 
@@ -67,9 +69,9 @@ class Pauses:
     def begin(self, pause: Pause) -> None:
         """Write down a pause that is about to begin.  Raises OSError if that fails: then nothing may be stopped."""
         if self._directory is None:
-            raise OSError("there is no directory of claims")
+            raise OSError(sentence("claims.no_directory", "there is no directory of claims"))
         if pause.process in self._unwritten:  # its file would be taken for that of this pause
-            raise OSError("the end of its last pause is not written down yet")
+            raise OSError(sentence("pause.end_unwritten", "the end of its last pause is not written down yet"))
         # Everybody may read it, as `gpuguard resume --list` does.  A crash of the machine ends the process as well.
         write_file(self._path(pause.process), json.dumps(asdict(pause)).encode("ascii"))
 
@@ -109,7 +111,7 @@ class Pauses:
         """
         for pause in sorted(self._rehearsed.values(), key=_by_age):
             if (why := why_over(pause, False)) or not identity.is_alive(pause.process):
-                self.end(pause, why or "its pause is over", live=False)
+                self.end(pause, why or _OVER, live=False)
         pauses = self.read() if owed else ()
         self._stood_at = {pause.process: cpu for pause in pauses if (cpu := self._cpu_when_it_stood(pause)) is not None}
         for pause in pauses:
@@ -118,7 +120,7 @@ class Pauses:
             now = stat_of(pause.process[0])
             went_on = pause.process in self._stood_at and now and now.state in "RSD" and not _is_being_stopped(now)
             if (why := why_over(pause, True)) or went_on or not identity.is_alive(pause.process):
-                self.end(pause, why or "its pause is over")
+                self.end(pause, why or _OVER)
 
     def end(self, pause: Pause, why: str, *, live: bool = True) -> PauseEnd | Literal[""]:
         """Let a process go on, and write down the outcome: "done", "gone", "left" or "not permitted".
@@ -142,7 +144,7 @@ class Pauses:
             devices=pause.devices,
             pid=pause.process[0],
             claim=pause.claim,
-            message=f"{why}: {reason}" if reason else why,
+            message=sentence("because", "{what}: {why}", what=why, why=reason) if reason else why,
             facts=(("policy", pause.policy), ("uid", pause.uid), ("start_time_seconds", pause.process[1])),
         )
         written = self._append(event)
@@ -220,14 +222,14 @@ def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[Paus
 
 def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:
     if not pause.traced and status_words(pause.process[0], b"TracerPid") not in ([], [b"0"]):
-        return "a debugger has it"
+        return sentence("pause.debugged", "a debugger has it")
     if stood_at is None:
         return None  # our SIGSTOP may still be on its way
     if _is_being_stopped(now):
-        return "another signal stops it"
+        return sentence("pause.other_signal", "another signal stops it")
     if now.state == "T" and now.cpu_seconds > stood_at:
-        return "another hand let it go on meanwhile, and stopped it"
-    return "another hand let it go on" if now.state in "RSD" else None
+        return sentence("pause.stopped_anew", "another hand let it go on meanwhile, and stopped it")
+    return sentence("pause.went_on", "another hand let it go on") if now.state in "RSD" else None
 
 
 def _is_being_stopped(now: Stat) -> bool:

@@ -29,6 +29,7 @@ from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     DRAWING,
     WHO_FIELDS,
@@ -57,7 +58,11 @@ CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
 
 MPS_SERVER = "nvidia-cuda-mps-server"  # the program
 
-_FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md"
+_FORBIDDEN = sentence(
+    "preflight.files_not_lent",
+    "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md",
+)
+_OTHER_OWNER = sentence("preflight.other_owner", "its owner is not the one that was judged")
 
 
 class Notifier(Protocol):
@@ -242,7 +247,8 @@ def check_process(
         except ProcessLookupError:
             target.ended = True
         except OSError as error:
-            target.failed = (FailedCheck("pidfd", f"it cannot be held: {error}"),)
+            text = sentence("preflight.not_held", "it cannot be held: {error}", error=str(error))
+            target.failed = (FailedCheck("pidfd", text),)
         if target.pidfd >= 0 and _samples_again(target, "listed"):
             target.facts, target.clock = identity.facts_of(process.pid), boot_clock()
             target.failed, target.ended = _failed(LATE, target), identity.has_ended(target.pidfd)
@@ -281,7 +287,8 @@ def _samples_again(target: Preflight, check: str) -> bool:
     try:
         target.fresh = target.context.backend.sample(WHO_FIELDS, list(target.devices))
     except BackendError as error:
-        target.failed = (FailedCheck(check, f"the driver cannot be asked again: {error}"),)
+        text = sentence("preflight.no_answer", "the driver cannot be asked again: {error}", error=str(error))
+        target.failed = (FailedCheck(check, text),)
     return target.fresh is not None
 
 
@@ -289,73 +296,83 @@ def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory 
     """Return the claim of *verdict* with the devices that it really holds, because its record may name any devices."""
     subject = verdict.finding.subject
     if subject.claim is None or subject.uid is None or subject.uid < 0 or "/" in subject.claim:
-        return FailedCheck("claim", "no claim is meant")
+        return FailedCheck("claim", sentence("preflight.no_claim", "no claim is meant"))
     if verdict.finding.processes:
-        return FailedCheck("claim", "processes use it: they are ended by `terminate`")
+        text = sentence("preflight.claim_in_use", "processes use it: they are ended by `terminate`")
+        return FailedCheck("claim", text)
     if directory is None:
-        return FailedCheck("claim", "there is no directory of claims")
+        return FailedCheck("claim", sentence("claims.no_directory", "there is no directory of claims"))
     records = read_records(directory)
     named = dict(zip([(record.uid, record.id) for record in of_their_users(records)], records, strict=True))
     claim = named.get((subject.uid, subject.claim))
     if claim is None and directory.keeper is not None:  # the daemon knows to whom it gave a lock
         claim = claim_named(snapshot.claims, subject.uid, subject.claim)
     held = probe(directory, claim.devices) if claim else ()
-    return (claim and claim_named(held, claim.uid, claim.id)) or FailedCheck("claim", "it has ended")
+    ended = FailedCheck("claim", sentence("preflight.claim_ended", "it has ended"))
+    return (claim and claim_named(held, claim.uid, claim.id)) or ended
 
 
 # The checks.  Each returns the reason against acting, or None.
 
 
 def _live(target: Preflight) -> str | None:
-    return "the sample is a recording, of another time or machine" if target.snapshot.recorded else None
+    if target.snapshot.recorded:
+        return sentence("preflight.recorded", "the sample is a recording, of another time or machine")
+    return None
 
 
 def _pid(target: Preflight) -> str | None:
     pid = target.identity[0]
-    return None if isinstance(pid, int) and 2 <= pid <= procfs.pid_max() else f"{pid} is no pid"
+    is_pid = isinstance(pid, int) and 2 <= pid <= procfs.pid_max()
+    return None if is_pid else sentence("preflight.no_pid", "{pid} is no pid", pid=pid)
 
 
 def _known(target: Preflight) -> str | None:
     process = target.process
     unknown = process is None or process.start_time is None or process.uid is None
-    return "who it is is not known" if unknown else None
+    return sentence("preflight.who_unknown", "who it is is not known") if unknown else None
 
 
 def _fresh(target: Preflight) -> str | tuple[FailedCheck, ...] | None:
     age = target.clock - target.snapshot.clock
     if age < 0:
-        return "the sample is from the future"
+        return sentence("preflight.from_future", "the sample is from the future")
     if age > INTERVALS * target.context.interval:
-        return (FailedCheck("fresh", f"the sample is {format_duration(age)} old", 0.0),)
+        text = sentence("preflight.old_sample", "the sample is {time} old", time=format_duration(age))
+        return (FailedCheck("fresh", text, 0.0),)
     return None
 
 
 def _sampled(target: Preflight) -> str | None:
-    return _unlisted(target, target.snapshot) if target.devices else "it is on no GPU"
+    if not target.devices:
+        return sentence("preflight.on_no_gpu", "it is on no GPU")
+    return _unlisted(target, target.snapshot)
 
 
 def _namespace(target: Preflight) -> str | None:
     if target.context.share_host_pids or in_first_pid_namespace():
         return None
-    return "the driver's pids are those of another pid namespace"
+    return sentence("preflight.other_pid_namespace", "the driver's pids are those of another pid namespace")
 
 
 def _start_time(target: Preflight) -> str | None:
     if target.facts is None:
-        return "/proc does not show it"
-    return None if target.facts.start_time == target.identity[1] else "its pid belongs to another process now"
+        return sentence("preflight.not_in_proc", "/proc does not show it")
+    if target.facts.start_time == target.identity[1]:
+        return None
+    return sentence("preflight.other_process", "its pid belongs to another process now")
 
 
 def _sample_time(target: Preflight) -> str | None:
     latest = target.snapshot.clock - TICKS / os.sysconf("SC_CLK_TCK")
     if target.facts is None or target.facts.start_time > latest:
-        return "it may have started after the sample"
+        return sentence("preflight.started_later", "it may have started after the sample")
     return None
 
 
 def _listed(target: Preflight) -> str | None:
     if target.fresh is None or target.fresh.recorded or target.fresh.clock < target.snapshot.clock:
-        return "the driver gave no newer list"
+        return sentence("preflight.no_newer_list", "the driver gave no newer list")
     return _unlisted(target, target.fresh) if target.process else None
 
 
@@ -364,9 +381,9 @@ def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
     devices = {device.uuid: device for device in snapshot.devices}
     for device in map(devices.get, target.devices):
         if device is None or device.processes is None or not device.processes_plausible:
-            return "the driver's list of processes cannot be believed"
+            return sentence("preflight.incredible_list", "the driver's list of processes cannot be believed")
         if [row.start_time for row in device.processes if row.pid == pid] != [started]:
-            return "the driver does not list it on that GPU"
+            return sentence("preflight.not_listed", "the driver does not list it on that GPU")
     return None
 
 
@@ -379,23 +396,25 @@ def _driver(target: Preflight) -> str | None:
     if facts and facts.hides and any(arrived(uuid, target.identity) is not None for uuid in target.devices):
         return None  # no other process can be meant, which is as good as seeing the files
     if facts is None or facts.uses_driver is None:
-        return "whether it has the driver open cannot be seen"
+        return sentence("preflight.driver_unseen", "whether it has the driver open cannot be seen")
     if facts.uses_driver:
         return None
-    return "it does not have the driver open: the driver's list cannot be right"
+    return sentence("preflight.driver_not_open", "it does not have the driver open: the driver's list cannot be right")
 
 
 def _kind(target: Preflight) -> str | None:
     own = _rows_now(target)
     if own and not any(computes(row, device) for device, row in own):
-        return "it is no more than a desktop there"
+        return sentence("preflight.desktop", "it is no more than a desktop there")
     # All GPUs count, because a process that draws on one and computes on another takes its windows along when it ends.
     elsewhere = [row for device in target.snapshot.devices for row in device.processes or ()]
     kinds = {row.kind for row in elsewhere if row.pid == target.identity[0]} | {row.kind for _, row in own}
     if kinds & DRAWING and (target.facts is None or identity.is_at_the_seat(target.facts)):
-        return "what it draws belongs to the session at the machine's own screen"
+        return sentence("preflight.own_screen", "what it draws belongs to the session at the machine's own screen")
     if any(row.kind == "mps" and _has_clients_of_several_users(device) for device, row in own):
-        return "an MPS server of root's shares this GPU: its clients of other users would suffer"
+        return sentence(
+            "preflight.mps", "an MPS server of root's shares this GPU: its clients of other users would suffer"
+        )
     return None
 
 
@@ -416,11 +435,11 @@ def _has_clients_of_several_users(device: Device) -> bool:
 def _owner(target: Preflight) -> str | None:
     uid, rows = target.uid, [row for _, row in _rows_now(target)]
     if target.facts is None or target.facts.uids[:1] != (uid,):
-        return "its owner is not the one that was judged"
+        return _OTHER_OWNER
     if any(row.uid is not None and row.uid != uid for row in rows):
-        return "its owner is not the one that was judged"
+        return _OTHER_OWNER
     if not rows or any(row.user is None or row.user == str(row.uid) for row in rows):
-        return f"the name of uid {uid} is not known"
+        return sentence("preflight.nameless", "the name of uid {uid} is not known", uid=str(uid))
     return None
 
 
@@ -434,31 +453,36 @@ def _protected(target: Preflight) -> str | None:
     uids = (target.uid,) if target.claim else target.facts.uids if target.facts else (None,)
     for uid in dict.fromkeys(uids):
         if uid is None:
-            return "whose it is cannot be read"
+            return sentence("preflight.owner_unread", "whose it is cannot be read")
         if identity.is_of_the_system(uid):
-            return f"uid {uid} is the system's"
+            return sentence("preflight.uid_of_system", "uid {uid} is the system's", uid=uid)
         if uid in target.context.protected:
-            return f"uid {uid} is protected"
+            return sentence("preflight.uid_protected", "uid {uid} is protected", uid=uid)
     return None
 
 
 def _program(target: Preflight) -> str | None:
     facts, globs = target.facts, target.context.protected_executables
     if facts is None or facts.executable is None:
-        return "its program cannot be read"
+        return sentence("preflight.program_unread", "its program cannot be read")
     if identity.belongs_to_the_system(facts, any(row.kind in DRAWING for _, row in _rows_now(target))):
-        return f"{facts.executable} belongs to the system"
+        return sentence("preflight.program_of_system", "{program} belongs to the system", program=facts.executable)
     if not identity.has_path_of(facts, globs):
         return None
     # This has a deadline, because that path may lead us to a user's own file system, or to a server that hangs.
     meant = in_time(target.identity[0], "program", partial(identity.runs_one_of, facts, globs))
-    return None if meant is False else f"{facts.executable} is protected"
+    if meant is False:
+        return None
+    return sentence("preflight.program_protected", "{program} is protected", program=facts.executable)
 
 
 def _power(target: Preflight) -> str | None:
     if target.facts is None or capabilities.may_signal(target.facts.uids):
         return None
-    return "gpuguard may not signal processes of others: it is not root, and runs without CAP_KILL"
+    return sentence(
+        "preflight.no_power",
+        "gpuguard may not signal processes of others: it is not root, and runs without CAP_KILL",
+    )
 
 
 def _family(target: Preflight) -> str | None:
@@ -466,18 +490,18 @@ def _family(target: Preflight) -> str | None:
     if target.process and target.identity in target.context.jobs:
         return None
     if pid == own or pid in procfs.ancestors(own):
-        return "gpuguard itself stands on it"
+        return sentence("preflight.own_ancestor", "gpuguard itself stands on it")
     if target.claim:
         return None
     if own in target.ancestors:
-        return "it is a part of gpuguard"
+        return sentence("preflight.own_part", "it is a part of gpuguard")
     if target.facts is None or target.facts.group == os.getpgrp():
-        return "it is in gpuguard's process group"
+        return sentence("preflight.own_group", "it is in gpuguard's process group")
     return None
 
 
 def _interactive(target: Preflight) -> tuple[FailedCheck, ...] | None:
-    kind = target.facts.interactive if target.facts else "perhaps interactive"
+    kind = target.facts.interactive if target.facts else sentence("interactive.perhaps", "perhaps interactive")
     verdict = target.verdict
     if kind is None or verdict.action not in DISRUPTIVE:
         return None
@@ -486,7 +510,8 @@ def _interactive(target: Preflight) -> tuple[FailedCheck, ...] | None:
     left = target.context.limits.first_wanted(key, target.clock) + grace - target.clock
     if left <= 0:
         return None
-    return (FailedCheck("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)
+    text = sentence("preflight.interactive", "it is {kind}, and has {time} more", kind=kind, time=format_duration(left))
+    return (FailedCheck("interactive", text, left),)
 
 
 def _catches(target: Preflight) -> str | None:
@@ -494,15 +519,16 @@ def _catches(target: Preflight) -> str | None:
         return None
     number = checkpoint_signal(target.verdict)
     if number not in {signal.Signals[f"SIG{name}"] for name in CHECKPOINT_SIGNALS}:
-        return f"signal {number} is none for a checkpoint"
+        return sentence("preflight.no_checkpoint", "signal {number} is none for a checkpoint", number=number)
     if target.facts and target.facts.caught >> (number - 1) & 1:
         return None
-    return f"it has no way to answer {signal.Signals(number).name}: most programs end of it"
+    name = signal.Signals(number).name
+    return sentence("preflight.no_handler", "it has no way to answer {name}: most programs end of it", name=name)
 
 
 def _stopped(target: Preflight) -> str | None:
     if target.verdict.action == "pause" and target.facts and target.facts.state in "Tt":
-        return "it is stopped already"
+        return sentence("preflight.stopped", "it is stopped already")
     return None
 
 
@@ -516,7 +542,7 @@ def _claim(target: Preflight) -> str | None:
     assert target.claim
     now = claim_named(target.fresh.claims, target.claim.uid, target.claim.id) if target.fresh else None
     if now is None or set(now.devices) != set(target.claim.devices):
-        return "it does not hold what it held just now"
+        return sentence("preflight.claim_changed", "it does not hold what it held just now")
     return None
 
 
@@ -526,11 +552,11 @@ def _unused(target: Preflight) -> str | None:
     if unknown:
         return unknown
     if users:
-        return f"pid {users[0].pid} computes under it"
+        return sentence("preflight.computes", "pid {pid} computes under it", pid=users[0].pid)
     held = set(target.claim.devices)  # for a divided GPU the driver shows all instances
     devices = [device for device in target.fresh.devices if held & {device.uuid, device.parent_uuid}]
     if any(device.memory_used is None or device.memory_used > idle_limit(device) for device in devices):
-        return "memory is in use, though no process is listed"
+        return sentence("preflight.memory_in_use", "memory is in use, though no process is listed")
     return None
 
 
@@ -540,7 +566,7 @@ def _rule(target: Preflight) -> str | None:
     verdict = replace(target.verdict, finding=replace(finding, processes=own))
     if target.fresh and target.context.still_true(verdict, target.snapshot.updated(target.fresh)):
         return None
-    return "the condition does not hold any more"
+    return sentence("preflight.condition_over", "the condition does not hold any more")
 
 
 def _limits(target: Preflight) -> tuple[FailedCheck, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 
+from gpuguard.locale.messages import sentence
 from gpuguard.sanitize import neutralise
 
 WRITTEN = "written"
-NO_TERMINAL = "no terminal"
-NOT_THE_OWNERS = "the terminal belongs to another user"
-TERMINAL_REFUSED = "the terminal takes no messages"
-FULL = "the terminal does not read"
+NO_TERMINAL = sentence("terminal.none", "no terminal")
+NOT_THE_OWNERS = sentence("terminal.of_another_user", "the terminal belongs to another user")
+TERMINAL_REFUSED = sentence("terminal.refused", "the terminal takes no messages")
+FULL = sentence("terminal.full", "the terminal does not read")
 
 MOST_LINES = 20
 _PSEUDO_TERMINALS = range(136, 144)  # major numbers of /dev/pts/N
