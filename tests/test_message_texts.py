@@ -15,10 +15,23 @@ from test_text import faults
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import probe
 from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.enforcement.terminals import NO_TERMINAL
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Finding, Subject, Verdict
+from gpuguard.history.audit_log import decoded, line_of
+from gpuguard.locale.messages import all_of, dumps, sentence
+from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.notify.sender import FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
-from gpuguard.notify.templates import LONGEST_SUBJECT, MOST_LINES, NAMES, WORDS, Template, Words, joined, message_for
+from gpuguard.notify.templates import (
+    LONGEST_SUBJECT,
+    MOST_LINES,
+    NAMES,
+    WORDS,
+    Template,
+    Words,
+    deed_text,
+    joined,
+    message_for,
+)
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.rules import RULES
 from gpuguard.units import local_time
@@ -53,6 +66,25 @@ def test_a_warning_names_the_step_that_harms_and_its_time_of_day_whatever_comes_
     assert local_time(a_node().taken_at + 90.0, "%Y-%m-%d %H:%M:%S") in message.body
     assert WORDS[language].actions["notify"] not in message.body
     assert dict(message.facts)["harm_unix_seconds"] == a_node().taken_at + 90.0
+
+
+@pytest.mark.parametrize(("language", "why"), [("en", "too hot; too full"), ("zh", "too hot；too full")])
+def test_what_was_found_is_said_in_the_language_of_the_message_and_to_programs_in_english(language, why):
+    verdict = a_verdict()
+    finding = replace(verdict.finding, why=all_of(("too hot", "too full")))
+    message = message_for(replace(verdict, finding=finding), a_node(), language)
+
+    assert why in message.body
+    assert dict(message.facts)["why"] == "too hot; too full"
+
+
+@pytest.mark.parametrize(("outcome", "said"), [("undelivered", "too hot: 90C"), ("done", "too hot: 90C: no terminal")])
+def test_the_owner_reads_why_a_policy_warns_but_not_why_no_terminal_shows_it(outcome, said):
+    message = sentence("because", "{what}: {why}", what="too hot: 90C", why=NO_TERMINAL)
+    event = Event(time=1.0, kind="warn", outcome=outcome, message=message, facts=(("policy", "hot"),))
+    (line,), _ = decoded([dumps(line_of(event))])
+
+    assert deed_text(line) == f"warning of policy hot: {said}"
 
 
 @pytest.mark.parametrize(("facts", "offered"), [({}, True), ({"may_be_kept": False}, False)])

@@ -126,7 +126,7 @@ class JobReport:
 
     def not_started(self, why: str, ended: JobEnd | None = None) -> None:
         """Send that the job could not start, which stderr says already; *ended* is how it ended if it was tried."""
-        self._send_last("not_started", _("not started: {why}").format(why=why), ended)
+        self._send_last("not_started", _("not started: {why}").format(why=translated(why)), ended)
 
     def ended(self, claim: Claim, ended: JobEnd) -> None:
         """Log and send how the job ended."""
@@ -193,7 +193,7 @@ class WaitProgress:
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Report what is missing; on a terminal, whose one line is soon full, without repeating the request."""
-        self.report(missing.brief if missing.brief and rewrites() else str(missing))
+        self.report(translated(missing.brief if missing.brief and rewrites() else str(missing)))
 
     def report(self, text: str) -> None:
         """Print *text* if it is time; the first time with all of its lines in a log."""

@@ -13,6 +13,8 @@ import ssl
 import time
 from typing import Any
 
+from gpuguard.locale.messages import sentence
+
 MOST_BYTES = 256 * 1024  # of all answers of a connection; the longest honest one has some 10 KiB
 
 
@@ -31,14 +33,14 @@ class ConnectionLimits:
         """Return how long the answer may still take.  Raises TimeoutError: it took too long."""
         left = self._until - time.monotonic()
         if left <= 0:
-            raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
+            raise TimeoutError(errno.ETIMEDOUT, sentence("notify.no_answer", "no answer in time"))
         return left
 
     def count(self, bytes_read: int) -> None:
         """Count the bytes that have come.  Raises OSError: they are too many."""
         self._left -= bytes_read
         if self._left < 0:
-            raise OSError(errno.EMSGSIZE, "it answers without end")
+            raise OSError(errno.EMSGSIZE, sentence("notify.endless_answer", "it answers without end"))
 
 
 class _LimitedSocket(socket.socket):
@@ -64,7 +66,7 @@ class _LimitedSocket(socket.socket):
 def connect(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
     """Connect to the first address of *host* that accepts.  Raises OSError: none does."""
     limits.begin()
-    fault: OSError = OSError(errno.EHOSTUNREACH, "it has no address")
+    fault: OSError = OSError(errno.EHOSTUNREACH, sentence("notify.no_address", "it has no address"))
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         connection = _LimitedSocket(family, kind, protocol)
         connection.limits = limits

@@ -12,6 +12,7 @@ import subprocess
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.notify.connections import ConnectionLimits, connect, limit_tls
 from gpuguard.notify.targets import NAME, USERS, Email, Undeliverable, Undelivered
 from gpuguard.notify.templates import Message
@@ -30,7 +31,7 @@ def deliver(target: Email, message: Message) -> str | None:
     name = message.user if message.user and re.fullmatch(NAME, message.user) else None
     recipients = [USERS.sub(name or "", address) for address in target.addresses if name or not USERS.search(address)]
     if not recipients:
-        raise Undeliverable("there is no user to write to")
+        raise Undeliverable(sentence("notify.nobody", "there is no user to write to"))
     mail = _mail_message(message, sender, recipients)
     if target.server:
         return _send_by_smtp(target, mail, sender, recipients)
@@ -41,10 +42,18 @@ def deliver(target: Email, message: Message) -> str | None:
             timeout=target.timeout, check=False, cwd="/", env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
         )  # fmt: skip
     except OSError as error:
-        raise Undelivered(f"{target.sendmail} cannot be run: {error.strerror}") from None
+        what = sentence("notify.cannot_run", "{program} cannot be run", program=target.sendmail)
+        raise Undelivered(all_of((what, str(error.strerror)), ": ")) from None
     if ended.returncode:
         lasts = target.personal and ended.returncode == os.EX_NOUSER
-        raise (Undeliverable if lasts else Undelivered)(f"{target.sendmail} ends with status {ended.returncode}")
+        raise (Undeliverable if lasts else Undelivered)(
+            sentence(
+                "notify.ends_with",
+                "{program} ends with status {status}",
+                program=target.sendmail,
+                status=ended.returncode,
+            )
+        )
     return None
 
 
@@ -74,18 +83,23 @@ def _send_by_smtp(target: Email, mail: EmailMessage, sender: str, recipients: li
     except smtplib.SMTPRecipientsRefused as error:
         # A user without a mailbox will have none in a minute either; the admin's own address may be put right.
         lasts = target.personal and all(500 <= code < 600 for code, _ in error.recipients.values())
-        raise (Undeliverable if lasts else Undelivered)("the mail server refuses every address") from None
+        why = sentence("notify.all_refused", "the mail server refuses every address")
+        raise (Undeliverable if lasts else Undelivered)(why) from None
     except smtplib.SMTPAuthenticationError:
-        raise Undelivered("the mail server refuses user and password") from None
+        raise Undelivered(sentence("notify.no_login", "the mail server refuses user and password")) from None
     except smtplib.SMTPResponseException as error:
         # The text of the answer stays out: it can repeat what we said, and that may be the password.
-        raise Undelivered(f"the mail server answers {int(error.smtp_code)}") from None
+        code = int(error.smtp_code)
+        raise Undelivered(sentence("notify.mail_code", "the mail server answers {code}", code=code)) from None
     except smtplib.SMTPException as error:
         cause = error.__context__
         if isinstance(cause, OSError) and not isinstance(cause, smtplib.SMTPException):
             raise cause from None  # it says what happened to the connection, without a word of the server's
-        raise Undelivered(f"the mail server does not play along ({type(error).__name__})") from None
-    return f"the mail server refuses {', '.join(sorted(refused))}" if refused else None
+        kind = type(error).__name__
+        why = sentence("notify.mail_nonsense", "the mail server does not play along ({kind})", kind=kind)
+        raise Undelivered(why) from None
+    addresses = ", ".join(sorted(refused))
+    return sentence("notify.refused", "the mail server refuses {addresses}", addresses=addresses) if refused else None
 
 
 def _connected(target: Email) -> smtplib.SMTP:

@@ -17,18 +17,19 @@ import subprocess
 import sys
 import time
 
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.notify.targets import Apprise, Hook, Undelivered
 from gpuguard.notify.templates import Message
 from gpuguard.notify.webhook import to_json
 
-INSTALL_APPRISE = "apprise is missing: pip install 'gpuguard[notify]'"
+INSTALL_APPRISE = sentence("notify.apprise_missing", "apprise is missing: pip install 'gpuguard[notify]'")
 _GRACE_SECONDS = 5.0  # for the program timeout to do its work
 _MAX_MEMORY = 512 * 2**20  # bytes, of apprise: an answer of 2 MB can be packed so that it unpacks to 2 GiB
 _MISSING, _NO_SERVICE, _REFUSED = 10, 11, 12
 _ENDS = {
     _MISSING: INSTALL_APPRISE,
-    _NO_SERVICE: "apprise knows no service with such an address",
-    _REFUSED: "the service did not take the message",
+    _NO_SERVICE: sentence("notify.no_service", "apprise knows no service with such an address"),
+    _REFUSED: sentence("notify.not_taken", "the service did not take the message"),
 }
 # The address comes on standard input, because everybody can read a command line.
 _APPRISE_PROGRAM = f"""
@@ -75,17 +76,24 @@ def run_hook(target: Hook, message: Message) -> None:
             start_new_session=True, user=uid, group=gid, extra_groups=None if uid is None else [],
         )  # fmt: skip
     except OSError as error:
-        raise Undelivered(f"{name} cannot be run: {error.strerror}") from None
+        what = sentence("notify.cannot_run", "{program} cannot be run", program=name)
+        raise Undelivered(all_of((what, str(error.strerror)), ": ")) from None
     if ended.returncode and time.monotonic() >= deadline:
-        raise Undelivered(f"{name} was not done in time")
-    if ended.returncode:
-        raise Undelivered(f"{name} ends with status {ended.returncode}")
+        raise Undelivered(sentence("notify.not_done", "{program} was not done in time", program=name))
+    if status := ended.returncode:
+        raise Undelivered(
+            sentence("notify.ends_with", "{program} ends with status {status}", program=name, status=status)
+        )
 
 
 def hook_problem(target: Hook) -> str | None:
     """Say what is wrong with the user that the hook would run as, or return None."""
     if os.geteuid() != 0 and target.user != "nobody":
-        return f"only root can run a program as {target.user!r}: it will run as gpuguard's own user"
+        return sentence(
+            "notify.runs_as_we_do",
+            "only root can run a program as {user}: it will run as gpuguard's own user",
+            user=repr(target.user),
+        )
     try:
         _identity(target.user)
     except Undelivered as error:
@@ -99,7 +107,8 @@ def _identity(user: str) -> tuple[int | None, int | None]:
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
-        raise Undelivered(f"there is no user {user!r} to run a hook as") from None
+        why = sentence("notify.no_such_user", "there is no user {user} to run a hook as", user=repr(user))
+        raise Undelivered(why) from None
     return entry.pw_uid, entry.pw_gid
 
 
@@ -110,5 +119,8 @@ def send_by_apprise(target: Apprise, message: Message) -> None:
         [sys.executable, "-I", "-c", _APPRISE_PROGRAM], input=json.dumps(order).encode("ascii"), cwd="/",
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=target.timeout, check=False,
     )  # fmt: skip
-    if ended.returncode:
-        raise Undelivered(_ENDS.get(ended.returncode, f"apprise ends with status {ended.returncode}"))
+    if status := ended.returncode:
+        raise Undelivered(
+            _ENDS.get(status)
+            or sentence("notify.ends_with", "{program} ends with status {status}", program="apprise", status=status)
+        )

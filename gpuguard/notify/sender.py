@@ -27,6 +27,7 @@ from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any
 
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.notify import mail, programs, webhook
 from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Target, Undeliverable, Undelivered, Webhook
@@ -38,6 +39,8 @@ INTERVAL = 60.0
 MOST_PER_INTERVAL = 10
 CAPACITY = 100  # policies (times users, for personal targets) that can wait; a full queue refuses and never blocks
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 900.0  # after a failure
+
+_NO_ANSWER = sentence("notify.no_answer", "no answer in time")
 
 Key = tuple[str, str | None]  # the policy, and the user if the target is personal
 
@@ -148,47 +151,61 @@ def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
     try:
         return True, DELIVER[type(target)](target, message) or ""
     except Undelivered as error:
-        return None if isinstance(error, Undeliverable) else False, neutralise(str(error))
+        return None if isinstance(error, Undeliverable) else False, _neutral(str(error))
     except subprocess.TimeoutExpired:
-        return False, "no answer in time"
+        return False, _NO_ANSWER
     except OSError as error:
         wrapped = getattr(error, "reason", None)  # urllib wraps what happened to the socket
         cause = wrapped if isinstance(wrapped, OSError) else error
         if isinstance(cause, TimeoutError):
-            return False, "no answer in time"
+            return False, _NO_ANSWER
         if isinstance(cause, ssl.SSLCertVerificationError):
             # After the comma comes the name that the certificate is not valid for, and that may be the secret.
             reason = neutralise(cause.verify_message.partition(",")[0])
-            return False, f"the certificate is not to be trusted: {reason}"
-        return False, neutralise(cause.strerror or f"no connection ({type(cause).__name__})")
+            return False, sentence(
+                "notify.certificate", "the certificate is not to be trusted: {reason}", reason=reason
+            )
+        kind = type(cause).__name__
+        return False, _neutral(cause.strerror or sentence("notify.no_connection", "no connection ({kind})", kind=kind))
     except (HTTPException, ValueError, subprocess.SubprocessError) as error:
-        return False, f"the answer makes no sense ({type(error).__name__})"
+        kind = type(error).__name__
+        return False, sentence("notify.nonsense", "the answer makes no sense ({kind})", kind=kind)
+
+
+def _neutral(text: str) -> str:
+    """Return *text* as neutralise() does, but as it is if that changes nothing: it may be a sentence."""
+    return text if (neutral := neutralise(text)) == text else neutral
 
 
 def problems(targets: Mapping[str, Target]) -> Iterator[str]:
     """Yield the faults that show without sending anything, so that they do not first show at the first alarm."""
     for name, target in targets.items():
-        for key, value in vars(target).items():
-            if isinstance(value, Secret):
-                try:
-                    value.read()
-                except Undelivered as error:
-                    yield f"{name}: {key}: {error}"
-        program = None
-        if isinstance(target, Hook):
-            program = target.command[0]
-        elif isinstance(target, Email) and not target.server:
-            program = target.sendmail
-        if program and not os.access(program, os.X_OK):
-            yield f"{name}: {program} cannot be run"
-        if isinstance(target, Hook) and (problem := programs.hook_problem(target)):
-            yield f"{name}: {problem}"
-        if isinstance(target, Apprise) and find_spec("apprise") is None:
-            yield f"{name}: {programs.INSTALL_APPRISE}"
+        for problem in _problems_of(target):
+            yield sentence("because", "{what}: {why}", what=name, why=problem)
 
 
-UNKNOWN = "no such target"
-STUCK = "no thread can be started now: it goes out with the next message"
+def _problems_of(target: Target) -> Iterator[str]:
+    for key, value in vars(target).items():
+        if isinstance(value, Secret):
+            try:
+                value.read()
+            except Undelivered as error:
+                yield sentence("because", "{what}: {why}", what=key, why=str(error))
+    program = None
+    if isinstance(target, Hook):
+        program = target.command[0]
+    elif isinstance(target, Email) and not target.server:
+        program = target.sendmail
+    if program and not os.access(program, os.X_OK):
+        yield sentence("notify.cannot_run", "{program} cannot be run", program=program)
+    if isinstance(target, Hook) and (problem := programs.hook_problem(target)):
+        yield problem
+    if isinstance(target, Apprise) and find_spec("apprise") is None:
+        yield programs.INSTALL_APPRISE
+
+
+UNKNOWN = sentence("notify.no_target", "no such target")
+STUCK = sentence("notify.no_thread", "no thread can be started now: it goes out with the next message")
 
 Report = Callable[[Event], object]
 
@@ -255,7 +272,7 @@ class _Lane:
     def put(self, message: Message) -> str:
         with self._changed:
             if not self._pace.put(message, time.monotonic()):
-                return "the queue is full"
+                return sentence("notify.queue_full", "the queue is full")
             self._all_due = self._closed
             started = self._start()
             self._changed.notify_all()

@@ -16,7 +16,8 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.units import parse_duration
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -64,12 +65,14 @@ class Secret:
         try:
             text = _read_private_file(self.file) if self.file else os.environ.get(self.env, "")
         except OSError as error:
-            raise Undelivered(f"the secret {name} cannot be read: {error.strerror}") from None
+            reason = str(error.strerror)
+            why = sentence("secret.unread", "the secret {name} cannot be read: {reason}", name=name, reason=reason)
+            raise Undelivered(why) from None
         text = text.rstrip("\r\n")
         if not text:
-            raise Undelivered(f"the secret {name} is empty or missing")
+            raise Undelivered(sentence("secret.empty", "the secret {name} is empty or missing", name=name))
         if not text.isprintable():
-            raise Undelivered(f"the secret {name} is more than one line of text")
+            raise Undelivered(sentence("secret.lines", "the secret {name} is more than one line of text", name=name))
         return text
 
 
@@ -79,11 +82,19 @@ def _read_private_file(path: str) -> str:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise Undelivered(f"the secret {path} is not an ordinary file with one name")
+            raise Undelivered(
+                sentence("secret.no_file", "the secret {name} is not an ordinary file with one name", name=path)
+            )
         # Root gave a file to our group on purpose; our own file may be open to a group of everybody ("users").
         shared = 0o040 if os.geteuid() and status.st_uid == 0 and status.st_gid == os.getegid() else 0
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o077 & ~shared:
-            raise Undelivered(f"the secret {path} is open to others: chown root {path}; chmod 0400 {path}")
+            raise Undelivered(
+                sentence(
+                    "secret.open",
+                    "the secret {name} is open to others: chown root {name}; chmod 0400 {name}",
+                    name=path,
+                )
+            )
         return os.read(descriptor, _MAX_SECRET).decode("utf-8", "replace")
     finally:
         os.close(descriptor)
@@ -177,24 +188,28 @@ class Webhook:
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str) and (fault := url_fault(self.url, insecure=self.insecure)):
-            raise InvalidRequest(_("url: {fault}").format(fault=fault))
+            raise InvalidRequest(_("url: {fault}").format(fault=translated(fault)))
 
 
 def url_fault(url: str, *, insecure: bool) -> str | None:
     """Say why no message can go to *url*, or return None; the address may be a secret, so the text does not show it."""
     if not (url.isascii() and url.isprintable()) or " " in url:
-        return _("an address has no blanks and nothing but ASCII: write other characters as %XX.")
+        return sentence(
+            "url.characters", "an address has no blanks and nothing but ASCII: write other characters as %XX."
+        )
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port
     except ValueError:
         host = None
     if not host or parts.scheme not in ("https", "http"):
-        return _("this is not an address: write it like https://chat.example.org/hook.")
+        return sentence("url.no_address", "this is not an address: write it like https://chat.example.org/hook.")
     if parts.username is not None:
-        return _("a password does not belong into an address: use token: {file: PATH}.")
+        return sentence("url.password", "a password does not belong into an address: use token: {file: PATH}.")
     if parts.scheme == "http" and host not in LOOPBACK and not insecure:
-        return _("http:// sends the message in clear text: use https://, or add insecure: true.")
+        return sentence(
+            "url.clear_text", "http:// sends the message in clear text: use https://, or add insecure: true."
+        )
     return None
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _, translated
+from gpuguard.locale import _, catalogue, translated
+from gpuguard.locale.messages import Sentence
 from gpuguard.model import GpuProcess, Snapshot, Verdict, claim_named
 from gpuguard.policies.action_kinds import ACTION_KINDS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
@@ -231,8 +232,9 @@ def deed_text(line: Mapping[str, Any]) -> str | None:
     if not facts.get("policy"):
         return None
     if kind == "warn" and line["outcome"] in ("done", "logged", "undelivered", "failed"):  # the last: of older versions
-        if line["outcome"] in ("undelivered", "failed"):
-            message = message.rpartition(": ")[0]  # after the colon comes the reason why no terminal shows it
+        unseen = line["outcome"] in ("undelivered", "failed")
+        if unseen and isinstance(message, Sentence) and message.key == "because":
+            message = message.values.get("what", message)  # without the reason why no terminal shows it
         text = _("warning of policy {policy}: {why}").format(policy=facts["policy"], why=translated(message))
         harm, at = facts.get("harm_action"), facts.get("harm_unix_seconds")
         words = WORDS[_("en").partition("-")[0]]  # "zh-CN", as a page writes it, becomes "zh"
@@ -269,13 +271,14 @@ def joined(messages: Sequence[Message], count: int) -> Message:
 
 def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, str]:
     words, finding, subject = WORDS[language], verdict.finding, verdict.finding.subject
+    say = catalogue("zh_CN").gettext if language == "zh" else None
     claim = claim_named(snapshot.claims, subject.uid, subject.claim)
     uuids = (subject.device,) if subject.device else claim.devices if claim else ()
     return {
         "host": snapshot.host,
         "policy": verdict.policy,
         "rule": finding.rule,
-        "why": finding.why,
+        "why": translated(finding.why, say) if say else finding.why,
         "device": ", ".join(_device_name(uuid, snapshot) for uuid in uuids),
         "user": subject.user or ("" if subject.uid is None else f"uid {subject.uid}"),
         "action": words.actions.get(verdict.action, verdict.action),

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
+from gpuguard.locale.messages import sentence
 from gpuguard.notify.connections import ConnectionLimits, connect, limit_tls
 from gpuguard.notify.targets import LOOPBACK, Undelivered, Webhook, url_fault
 from gpuguard.notify.templates import Message
@@ -71,13 +72,14 @@ def deliver(target: Webhook, message: Message) -> None:
     if target.token:
         token = target.token.read()
         if not token.isascii():
-            raise Undelivered("the token has characters that a header cannot carry")
+            raise Undelivered(sentence("notify.bad_token", "the token has characters that a header cannot carry"))
         headers["Authorization"] = f"Bearer {token}"
     try:
         post(url, to_json(message), headers, target.timeout, target.ca_file).close()
     except urllib.error.HTTPError as error:
         error.close()
-        raise Undelivered(f"the web server answers {int(error.code)}") from None
+        code = int(error.code)
+        raise Undelivered(sentence("notify.web_code", "the web server answers {code}", code=code)) from None
 
 
 def to_json(message: Message) -> bytes:
