@@ -370,7 +370,7 @@ class ClaimRecord:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.sanitize import of_claim  # for notebooks alone: the worker would load it for nothing
+        from gpuguard.html import of_claim  # for notebooks alone: the worker would load it for nothing
 
         return of_claim(self)
 
@@ -406,7 +406,7 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.sanitize import of_snapshot
+        from gpuguard.html import of_snapshot
 
         return of_snapshot(self)
 

@@ -9,7 +9,7 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "locale", "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "vendors",
+    "locale", "errors", "units", "users", "capabilities", "sanitize", "html", "files", "jsonio", "model", "vendors",
     "device_state", "deadline", "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility",
     "select", "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source",
     "daemon.broker_client", "lock", "api", "ray", "notify", "enforcement", "policies.files.keys",

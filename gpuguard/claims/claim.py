@@ -130,7 +130,7 @@ class Claim(Sequence[Device]):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.sanitize import of_held  # for notebooks alone
+        from gpuguard.html import of_held  # for notebooks alone
 
         return of_held(self)
 

@@ -22,10 +22,11 @@ from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.html import escaped, of_held
 from gpuguard.locale import N_, _, translated, use_english, use_language_of_user
 from gpuguard.procfs import process_facts
 from gpuguard.request import Request
-from gpuguard.sanitize import escaped, neutralise, of_held
+from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 from gpuguard.views import who
 
