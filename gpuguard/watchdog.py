@@ -29,6 +29,7 @@ from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     WHO_FIELDS,
     ClaimRecord,
@@ -70,6 +71,12 @@ BREAKER = RuleKind(
         "zh": "请检查策略所依据的数据是否正确：`gpuguard who --fresh`、`gpuguard doctor`。",
     },
 )  # it is no rule, but has everything that a message says about one
+
+# Why pauses end.
+_STARTED_AGAIN = sentence("pause.guard_started", "the guard was started again")
+_GUARD_ENDS = sentence("pause.guard_ends", "the guard ends")
+_UNKNOWN_FOR_LONG = sentence("pause.unknown", "whether its condition holds has been unknown for long")
+_NO_MORE = sentence("condition.over", "the condition does not hold any more")
 
 PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
 
@@ -223,7 +230,7 @@ class Watchdog:
     def run(self, stop: threading.Event) -> None:
         """Repeat step() until *stop* is set, whatever happens."""
         failures = 0
-        self._end_pauses("the guard was started again")
+        self._end_pauses(_STARTED_AGAIN)
         while not stop.is_set():
             begun = time.monotonic()
             try:
@@ -238,7 +245,7 @@ class Watchdog:
                 with suppress(Exception):  # which the callback raises
                     self._report_problem(error)
                 if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
-                    self._end_pauses("whether its condition holds has been unknown for long")
+                    self._end_pauses(_UNKNOWN_FOR_LONG)
             self.last_round = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
@@ -277,7 +284,7 @@ class Watchdog:
         self._stop.set()
         if self._thread:
             self._thread.join(seconds)
-        self._end_pauses("the guard ends")
+        self._end_pauses(_GUARD_ENDS)
         return not (self._thread and self._thread.is_alive())
 
     def __enter__(self) -> Watchdog:
@@ -301,8 +308,12 @@ class Watchdog:
         for claim in claims:
             if claim.id in self._hidden - before:
                 text = (
-                    f"the lock of the GPU is held by processes of {claim.user} together, and no record says whose it is"
-                    ".  It counts as no claim, and is free when all of them have ended"
+                    sentence(
+                        "claim.of_several_users",
+                        "the lock of the GPU is held by processes of {users} together, and no record says whose it is"
+                        ".  It counts as no claim, and is free when all of them have ended",
+                        users=claim.user,
+                    )
                     if claim.holders
                     else hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 )
@@ -328,9 +339,10 @@ class Watchdog:
         }
         for key in there_first.keys() - self._there_first:
             device, process, claim = there_first[key]
-            text = (
-                f"no trespasser on the claim of {user_label(claim.user, claim.uid)}: the process used the GPU before "
-                "the claim came, or may have"
+            text = sentence(
+                "claim.others_first",
+                "no trespasser on the claim of {user}: the process used the GPU before the claim came, or may have",
+                user=user_label(claim.user, claim.uid),
             )
             self._record(
                 Event(
@@ -360,7 +372,10 @@ class Watchdog:
                 samples, user = known.get((uuid, row.pid), (0, users.get(row.pid)))
                 self._ended[uuid, row.pid] = samples + 1, user
                 if samples == 1:
-                    text = "the driver lists a process that has ended: a child of it may still hold the GPU"
+                    text = sentence(
+                        "process.listed_ended",
+                        "the driver lists a process that has ended: a child of it may still hold the GPU",
+                    )
                     self._record(
                         Event(
                             time=time.time(),
@@ -482,8 +497,10 @@ class Watchdog:
         def why_over(pause: Pause, live: bool) -> str | None:
             policy = next((policy for policy in self._judged_by.policies if policy.name == pause.policy), None)
             if why or policy is None or (live and not policy.enforce):
-                return why or f"the policy {pause.policy} is not in force any more"
-            return None if self._memory.pauses(policy.name, pause.process) else "the condition does not hold any more"
+                return why or sentence(
+                    "pause.not_in_force", "the policy {policy} is not in force any more", policy=pause.policy
+                )
+            return None if self._memory.pauses(policy.name, pause.process) else _NO_MORE
 
         self._isolate("pauses", partial(self._pauses.settle, why_over, owed=owed))
 
@@ -513,7 +530,12 @@ class Watchdog:
             now = time.monotonic()
             if now - self._reported.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
                 self._reported[policy] = now
-                text = f"the policy {policy} meets a fault inside gpuguard, and the others go on: {error!r:.200}"
+                text = sentence(
+                    "fault.policy",
+                    "the policy {policy} meets a fault inside gpuguard, and the others go on: {error}",
+                    policy=policy,
+                    error=f"{error!r:.200}",
+                )
                 self._record(
                     Event(
                         time=time.time(), kind="watchdog", outcome="failed", message=text, facts=(("policy", policy),)
@@ -555,11 +577,16 @@ class Watchdog:
                 self._awaited.append(past)
                 continue
             after = format_duration(max(1, ceil(age)))
-            text = f"still there after {after}" if alive else f"ended within {after}"
-            if is_over and past.memory_used:  # otherwise it was unknown
-                text += ", and its memory is back"
-            elif not alive and not is_over:
-                text = f"ended, but its memory is still in use after {after}"
+            if alive:
+                text = sentence("effect.still_there", "still there after {time}", time=after)
+            elif not is_over:
+                text = sentence(
+                    "effect.memory_in_use", "ended, but its memory is still in use after {time}", time=after
+                )
+            elif past.memory_used:  # otherwise it was unknown
+                text = sentence("effect.memory_back", "ended within {time}, and its memory is back", time=after)
+            else:
+                text = sentence("effect.ended", "ended within {time}", time=after)
             self._record(
                 Event(
                     time=time.time(),
@@ -596,7 +623,9 @@ class Watchdog:
         """Leave an Event when the loop meets a problem, when the problem changes, and when it is over."""
         message = None
         if error is not None:
-            message = str(error) if isinstance(error, BackendError) else f"a fault inside gpuguard: {error!r}"
+            message = str(error)
+            if not isinstance(error, BackendError):
+                message = sentence("fault.inside", "a fault inside gpuguard: {error}", error=repr(error))
         if message != self.problem:
             outcome: EventOutcome = "watching again"
             if error is not None:

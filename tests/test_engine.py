@@ -7,6 +7,8 @@ from builders import a_device, a_process, a_uuid
 from ladders import START, Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale import translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject, Verdict
 from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, next_step
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
@@ -433,3 +435,23 @@ def test_a_policy_tells_users_its_own_sentence_before_what_was_seen():
 
     [verdict] = watch.sees(busy(30)).verdicts
     assert verdict.finding.why == "Jobs without a claim end at night. (uses memory)"
+
+
+def test_what_several_rules_have_seen_can_be_said_in_another_language():
+    process = a_process()
+    places = [Subject("process", a_uuid(index), process.pid, process.start_time, process.uid) for index in (0, 1)]
+    found = [
+        [Finding("x", place, sentence(key, "seen {size}", size="1GiB"), (process,)) for place in places]
+        for key in ("first", "second", "third")
+    ]
+    rules = tuple(Finds(lambda view, side=side: side) for side in found)
+    watch = Watch(a_policy("warn", rules=rules, join="any", message="It is night."))
+    watch.until(20, a_device(0, processes=(process,)), a_device(1, processes=(process,)))
+
+    [verdict] = watch.sees(busy(30, a_device(0, processes=(process,)), a_device(1, processes=(process,)))).verdicts
+    words = {"first": "A{size}", "second": "B{size}", "third": "C{size}", "; ": "+"}
+    words |= {"policy.message": "{message} <{why}>", "rule.more_gpus": "{why} und {number}"}
+    assert verdict.finding.why == ("It is night. (seen 1GiB; seen 1GiB; seen 1GiB) (and the like on 1 more GPU)")
+    assert translated(verdict.finding.why, lambda key: words.get(key, key)) == (
+        "It is night. <A1GiB+B1GiB+C1GiB> und 1"
+    )

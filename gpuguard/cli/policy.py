@@ -29,7 +29,7 @@ from gpuguard.cli.options import SubcommandRow, add_source_options, add_table, d
 from gpuguard.cli.progress import progress
 from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.notify.sender import problems
 from gpuguard.policies.files import last_good
 from gpuguard.policies.files.decoder import unknown
@@ -106,7 +106,8 @@ def _check(args: argparse.Namespace) -> int:
         first, *rest = warning.lines(path)
         lines += [_("warning: {first}").format(first=first), *rest]
     lines += [
-        neutralise(_("warning: {path}: notify: {problem}").format(path=path, problem=problem)) for problem in here
+        neutralise(_("warning: {path}: notify: {problem}").format(path=path, problem=translated(problem)))
+        for problem in here
     ]
     if file.faults:
         shown = _(", the first {most} are shown").format(most=MOST) if len(file.faults) > MOST else ""

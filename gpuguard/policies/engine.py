@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES
 from gpuguard.policies.arrivals import Arrivals
@@ -218,6 +219,14 @@ class DueStep:
         return (self.since, self.state.since, self.policy.name, str(self.identity))
 
 
+_SAME_SAMPLE = sentence("note.same_sample", "the sample is the same as before: it shows nothing new")
+_COOLDOWN = sentence("note.cooldown", "the last step is not long ago")
+_UNTOLD = sentence("note.untold", "no message has reached the user")
+_AT_ONCE = sentence(
+    "note.at_once",
+    "as many as the policy allows are acted on at once: it follows when their effect is seen",
+)
+
 Judged = tuple[list[DueStep], list[Note]]  # of one policy: the steps whose time has come, and notes on all the rest
 Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
@@ -250,10 +259,16 @@ def evaluate(
     view = RuleView(view) if isinstance(view, Snapshot) else without_pauses(view)
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):
-        raise InvalidRequest(f"two policies have the same name, of {', '.join(sorted(names))}: give each its own.")
+        raise InvalidRequest(
+            sentence(
+                "policy.same_name",
+                "two policies have the same name, of {names}: give each its own.",
+                names=", ".join(sorted(names)),
+            )
+        )
     notes = _pin(policies, memory)
     if view.clock == memory.rhythm.clock:
-        return Judgement((), (*notes, Note("resampling", "the sample is the same as before: it shows nothing new")))
+        return Judgement((), (*notes, Note("resampling", _SAME_SAMPLE)))
     notes += _resample(view, policies, memory, interval)
     memory.arrivals.look(view.snapshot)
     index = index_sample(replace(view, past=memory.past, arrivals=memory.arrivals), zone)
@@ -310,10 +325,14 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
     for name, before in memory.policies.items():
         if now.get(name) is before or now.get(name) == before:
             continue
-        what = "was changed" if name in now else "is gone"
+        why = (
+            sentence("note.policy_changed", "the policy was changed, its steps are cancelled")
+            if name in now
+            else sentence("note.policy_gone", "the policy is gone, its steps are cancelled")
+        )
         for state in memory.states.pop(name, {}).values():
             if _has_begun(state):
-                notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, state.subject))
+                notes.append(Note("cancelled", why, name, state.subject))
     memory.policies = now
     return notes
 
@@ -327,11 +346,18 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
     before, memory.suspended = memory.suspended, view.suspended
     slept = before is not None and view.suspended is not None and view.suspended - before > SLEPT_SECONDS
     if slept or not 0 <= pause <= max(largest, LONGEST_PAUSE):
-        what = "the machine was suspended" if slept else f"{pause:.1f}s since the last sample"
-        notes.append(Note("resampling", f"{what}: all durations start anew"))
+        why = (
+            sentence("note.suspended", "the machine was suspended: all durations start anew")
+            if slept
+            else sentence(
+                "note.long_pause", "{time}s since the last sample: all durations start anew", time=f"{pause:.1f}"
+            )
+        )
+        notes.append(Note("resampling", why))
         memory.start_anew(clock)
     elif pause > largest:
-        notes.append(Note("late", f"{pause:.1f}s since the last sample: they count for no duration"))
+        why = sentence("note.late", "{time}s since the last sample: they count for no duration", time=f"{pause:.1f}")
+        notes.append(Note("late", why))
         memory.stop_clocks(pause)
     rhythm.beat(clock)
     memory.kept = {name: mark for name, mark in memory.kept.items() if mark.until > clock}
@@ -354,15 +380,19 @@ def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tupl
 def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[SubjectIdentity, Finding]:
     """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
     together: dict[SubjectIdentity, Finding] = {}
+    reasons: dict[SubjectIdentity, list[str]] = {}
     for finding in findings:
-        before = together.get(identity_of(finding.subject))
+        identity = identity_of(finding.subject)
+        reasons.setdefault(identity, []).append(finding.why)
+        before = together.get(identity)
         if before is not None:
             others = (process for process in finding.processes if process not in before.processes)
-            why = f"{before.why}; {finding.why}"
-            finding = replace(before, why=why, processes=(*before.processes, *others))
-        together[identity_of(finding.subject)] = finding
+            finding = replace(before, why=all_of(reasons[identity]), processes=(*before.processes, *others))
+        together[identity] = finding
     if policy.message:
-        return {at: replace(each, why=f"{policy.message} ({each.why})") for at, each in together.items()}
+        for identity, finding in together.items():
+            why = sentence("policy.message", "{message} ({why})", message=policy.message, why=finding.why)
+            together[identity] = replace(finding, why=why)
     return together
 
 
@@ -406,7 +436,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             attended = finding.processes and all(is_interactive(process, index) for process in finding.processes)
             state.grace = INTERACTIVE_SECONDS if attended else 0.0
         if cools or state is None:
-            notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
+            notes.append(Note("cooldown", _COOLDOWN, policy.name, finding.subject))
             continue
         if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
             at = _due(policy, state) if worst_step(_upcoming(policy, state)) else None
@@ -415,7 +445,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         if (step := next_step(state, policy, clock)) is None:
             continue
         if policy.told and not state.told and step[0].action in COUNTED:
-            notes.append(Note("untold", "no message has reached the user", policy.name, finding.subject))
+            notes.append(Note("untold", _UNTOLD, policy.name, finding.subject))
             if clock >= state.said_again_at + UNTOLD_SECONDS:
                 due += _said_again(policy, identity, finding, state, clock)
                 state.said_again_at = clock
@@ -473,10 +503,14 @@ def _said_again(
 def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memory: EngineMemory) -> Iterator[Note]:
     gap = _gap(ended, index, memory.index) if memory.index else None
     if gap is not None:
-        yield Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)
+        yield Note("gap", sentence("note.gap", "{fact}: the time starts anew", fact=gap), policy.name, ended.subject)
     elif _has_begun(ended):
-        left = "" if _is_over(ended, policy) else ", its steps are cancelled"
-        yield Note("cleared", f"the condition holds no more{left}", policy.name, ended.subject)
+        why = (
+            sentence("note.over", "the condition holds no more")
+            if _is_over(ended, policy)
+            else sentence("note.cleared", "the condition holds no more, its steps are cancelled")
+        )
+        yield Note("cleared", why, policy.name, ended.subject)
 
 
 def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str | None:
@@ -490,15 +524,21 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
             # Some fields are read only when a scrape asks for them; in a sample without them they are no gap.
             known_before = getattr(device, name, "a group of fields") is not None
             if known_before and name not in before.gaps.get(where, {}):
-                return f"{name} could not be read, {reason}"
+                return sentence("gap.field", "{field} could not be read, {reason}", field=name, reason=reason)
     return None
 
 
 def _verdict(due: DueStep, further: int, clock: float) -> Verdict:
     policy, finding = due.policy, due.finding
     if further:
-        more = f"{further} more GPU{'s' if further > 1 else ''}"
-        finding = replace(finding, why=f"{finding.why} (and the like on {more})")
+        why = nsentence(
+            "rule.more_gpus",
+            "{why} (and the like on {number} more GPU)",
+            "{why} (and the like on {number} more GPUs)",
+            further,
+            why=finding.why,
+        )
+        finding = replace(finding, why=why)
     state = due.state
     if due.number == state.done:  # the state as it will be once this step is requested
         asked = clock if due.step.action == "terminate" else state.terminated_at
@@ -594,7 +634,7 @@ def _meet(left: Finding, right: Finding, index: SampleIndex) -> Finding | None:
         processes = [process for process in left.processes or right.processes if _fits(process, subject, index)]
     if not processes and (left.processes or right.processes):
         return None
-    return Finding(left.rule, subject, f"{left.why}; {right.why}", tuple(processes))
+    return Finding(left.rule, subject, all_of((left.why, right.why)), tuple(processes))
 
 
 def _both(left: Subject, right: Subject) -> Subject | None:
@@ -766,9 +806,13 @@ def _waits_for_its_turn(step: DueStep, hit: Hit, before: Sequence[Hit], jobs: Jo
         # A kill is exempt, because it only completes what has begun.
         once_more = policy.rests_on is Evidence.SENSOR and step.step.action != "kill"
         state.held_until = clock + (policy.hold if once_more else 0.0)
-        return "waiting", "as many as the policy allows are acted on at once: it follows when their effect is seen"
+        return "waiting", _AT_ONCE
     if clock < state.held_until:
-        return "waiting", f"its turn comes when the condition has held for another {format_duration(policy.hold)}"
+        return "waiting", sentence(
+            "note.turn",
+            "its turn comes when the condition has held for another {time}",
+            time=format_duration(policy.hold),
+        )
     return None
 
 
@@ -782,7 +826,11 @@ def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: En
             continue
         same_job = effect.subject == due.identity or not own.isdisjoint(map(jobs.get, effect.hit.victims))
         if effect.policy != due.policy.name or not same_job:  # a job may end as a whole
-            return "waiting", f"a step of {effect.policy} on the same GPU has not shown its effect yet"
+            return "waiting", sentence(
+                "note.effect",
+                "a step of {policy} on the same GPU has not shown its effect yet",
+                policy=effect.policy,
+            )
     return None
 
 
@@ -805,9 +853,25 @@ def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str],
             continue
         held.add(name)
         names = sorted(frozenset[str]().union(*(hits[id(step)].names for step in steps)))
+        facts = {
+            "users": f"{len(users)}",
+            "most_users": f"{policy.at_most_users}",
+            "user": ", ".join(names[:MOST_NAMES]),
+        }
         text = (
-            f"{len(users)} users would be acted on at once, more than {policy.at_most_users}, and the finding rests on "
-            f"{policy.rests_on.value}, which can go wrong for everybody: no user is ({', '.join(names[:MOST_NAMES])})"
+            sentence(
+                "breaker.readings",
+                "{users} users would be acted on at once, more than {most_users}, and the finding rests on readings, "
+                "which can go wrong for everybody: no user is ({user})",
+                **facts,
+            )
+            if policy.rests_on is Evidence.SENSOR
+            else sentence(
+                "breaker.missing_claims",
+                "{users} users would be acted on at once, more than {most_users}, and the finding rests on claims that "
+                "are missing, which can go wrong for everybody: no user is ({user})",
+                **facts,
+            )
         )
         notes.append(Note("breaker", text, name))
     return held, notes

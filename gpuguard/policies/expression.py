@@ -24,6 +24,7 @@ from typing import Annotated
 from gpuguard.device_state import claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, WHO_FIELDS, Device, DeviceField, Finding, GpuProcess
 from gpuguard.policies.view import (
     HostUse,
@@ -650,7 +651,12 @@ class ExpressionRule(Rule):
 
     def _why(self, source: NameSource) -> str:
         facts = [f"{name} is {_shown(NAMES[name].type, NAMES[name].value(source))}" for name in self.expr.names]
-        return f"{', '.join(facts)}: true is {' '.join(self.expr.text.split())}"
+        return sentence(
+            "expression.true",
+            "{facts}: true is {condition}",
+            facts=", ".join(facts),
+            condition=" ".join(self.expr.text.split()),
+        )
 
 
 def _shown(kind: str, value: Value) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claim_of, claims_on, device_title, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
     Evidence,
@@ -86,7 +87,7 @@ class IdleRule(Rule):
             if resting is not None and (not self.needs.host or self._host_rests(view, device)):
                 for subject, seconds, processes in self._held(view, device):
                     if self.over is None or (seconds is not None and seconds >= self.over):
-                        yield Finding("idle", subject, f"{device_title(device)} {resting}", processes)
+                        yield Finding("idle", subject, resting, processes)
 
     def _resting(self, view: RuleView, device: Device) -> str | None:
         """Return why the device counts as resting, or None if it does not."""
@@ -95,15 +96,31 @@ class IdleRule(Rule):
         if self.over is None:
             if device.utilization > self.below:
                 return None
-            used = f", while {format_bytes(device.memory_used)} is held" if device.memory_used is not None else ""
-            return f"is idle: utilization {device.utilization:.3g}%, at most {self.below:g}% is idle{used}"
+            facts = {
+                "gpu": device_title(device),
+                "share": f"{device.utilization:.3g}%",
+                "limit": f"{self.below:g}%",
+            }
+            if device.memory_used is None:
+                return sentence("idle.now", "{gpu} is idle: utilization {share}, at most {limit} is idle", **facts)
+            return sentence(
+                "idle.held",
+                "{gpu} is idle: utilization {share}, at most {limit} is idle, while {size} is held",
+                size=format_bytes(device.memory_used),
+                **facts,
+            )
         samples = recent(view, device_subject(device), "utilization", self.over)
         share = 100 * sum(percent <= self.below for _, percent in samples) / len(samples) if samples else None
         if share is None or share < self.share:
             return None
-        return (
-            f"was idle in {share:.0f}% of the last {format_duration(self.over)} "
-            f"(utilization at most {self.below:g}%), {self.share:g}% is too much"
+        return sentence(
+            "idle.share",
+            "{gpu} was idle in {share} of the last {span} (utilization at most {below}), {limit} is too much",
+            gpu=device_title(device),
+            share=f"{share:.0f}%",
+            span=format_duration(self.over),
+            below=f"{self.below:g}%",
+            limit=f"{self.share:g}%",
         )
 
     def _host_rests(self, view: RuleView, device: Device) -> bool:
@@ -191,7 +208,12 @@ class AgeRule(Rule):
             assert process.start_time is not None  # judged_processes() leaves out the others
             run_time = view.clock - process.start_time
             if run_time > allowed:
-                why = f"has run for {format_duration(run_time)}, {format_duration(allowed)} are allowed"
+                why = sentence(
+                    "age.run_time",
+                    "has run for {time}, {limit} are allowed",
+                    time=format_duration(run_time),
+                    limit=format_duration(allowed),
+                )
                 yield Finding("age", process_subject(device, process), why, (process,))
         allowed = endless if self.claim_without_process_above is None else self.claim_without_process_above
         for claim in view.snapshot.claims:
@@ -200,7 +222,12 @@ class AgeRule(Rule):
             held = view.snapshot.taken_at - claim.since
             devices = [view.snapshot.device(uuid) for uuid in claim.devices]
             if held > allowed and all(device and _unused(device, view, allowed) for device in devices):
-                why = f"held for {format_duration(held)}, the last {format_duration(allowed)} without a process"
+                why = sentence(
+                    "age.without_process",
+                    "held for {time}, the last {span} without a process",
+                    time=format_duration(held),
+                    span=format_duration(allowed),
+                )
                 yield Finding("age", claim_subject(claim), why)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     ClaimRecord,
     Device,
@@ -260,15 +261,23 @@ def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, f
     return max(harmful, key=lambda step: (step[0] in ENDING_ACTIONS, step[0] in DESTRUCTIVE, -step[1]), default=None)
 
 
+_RELEASE_OF_PROCESSES = sentence("step.release_of_processes", "release is passed over: processes are meant")
+_RELEASE_WITHOUT_CLAIM = sentence("step.release_without_claim", "release is passed over: no claim is meant")
+
+
 def why_inapplicable(step: Step, finding: Finding) -> str | None:
     """Return why a step is passed over because *finding* has nothing that it could act on, or None if it has."""
     peopled = bool(finding.processes) or finding.subject.kind == "process"
     if step.action in ON_PROCESSES and not peopled:
-        return f"{step.action} is passed over: no process is meant" + (
-            " (a claim is taken back by `release`)" if finding.subject.kind == "claim" else ""
+        if finding.subject.kind != "claim":
+            return sentence("step.no_process", "{action} is passed over: no process is meant", action=step.action)
+        return sentence(
+            "step.claim_without_process",
+            "{action} is passed over: no process is meant (a claim is taken back by `release`)",
+            action=step.action,
         )
     if step.action == "release" and (peopled or finding.subject.claim is None):
-        return "release is passed over: " + ("processes are meant" if peopled else "no claim is meant")
+        return _RELEASE_OF_PROCESSES if peopled else _RELEASE_WITHOUT_CLAIM
     return None
 
 
@@ -351,6 +360,14 @@ class KeptMark:
 Kept = Mapping[tuple[str, int | str], KeptMark]  # by the user or thing that is meant, as in ("uid", 1001)
 Protection = tuple["NoteKind", str]  # the kind of a note, and its words
 
+_GPU_MISSING = sentence("sample.gpu_missing", "the GPU is missing from the sample")
+_CLAIM_MISSING = sentence("sample.claim_missing", "the claim is missing from the sample")
+_USER_UNKNOWN = sentence("note.user_unknown", "the user is unknown")
+_OWNER_UNKNOWN = sentence("note.owner_unknown", "the owner of the claim is unknown")
+_OUTSIDE_ONLY = sentence("note.outside_only", "outside `only`")
+_INSIDE_EXCEPT = sentence("note.inside_except", "inside `except`")
+_OUTSIDE_HOURS = sentence("note.outside_hours", "outside the hours or days of the policy")
+
 DAY = 86400  # seconds
 
 
@@ -389,25 +406,29 @@ def drop_protected(
 def _unseen(subject: Subject, index: SampleIndex) -> Protection | None:
     """Return why it is not known whether a subject is there at all, or None if it is known."""
     if subject.device is not None and subject.device not in index.devices:
-        return "gap", "the GPU is missing from the sample"
+        return "gap", _GPU_MISSING
     claim = index.claim_of(subject)
     if subject.claim is not None and claim is None:
-        return "gap", "the claim is missing from the sample"
+        return "gap", _CLAIM_MISSING
     blind = [why for uuid in claim.devices if (why := index.blindness(uuid))] if claim else ()
     if blind:
         return "gap", blind[0]
     if subject.kind in ("user", "claim") and (subject.uid is None or subject.uid < 0):
-        return "unknown", "the user is unknown" if subject.kind == "user" else "the owner of the claim is unknown"
+        return "unknown", _USER_UNKNOWN if subject.kind == "user" else _OWNER_UNKNOWN
     return _unseen_process(subject, subject.device, index) if subject.kind == "process" else None
 
 
 def _unseen_process(process: Subject | GpuProcess, uuid: str | None, index: SampleIndex) -> Protection | None:
     if process.pid is None or process.start_time is None or process.uid is None:
-        return "unknown", f"the identity of process {process.pid} is not known"
+        return "unknown", sentence(
+            "note.process_unknown", "the identity of process {pid} is not known", pid=str(process.pid)
+        )
     places = index.processes.get((process.pid, process.start_time), {})
     if not places or (uuid is not None and uuid not in places):
         blind = index.blindness(uuid) if uuid is not None else None
-        return "gap", blind or f"process {process.pid} is missing from the sample"
+        return "gap", blind or sentence(
+            "sample.process_missing", "process {pid} is missing from the sample", pid=process.pid
+        )
     return None
 
 
@@ -416,20 +437,25 @@ def _protection(
 ) -> Protection | tuple[Literal["scope"], str] | None:
     """Return what keeps *target* from being acted on, as a kind of note and its words, or None if nothing does."""
     if policy.only and not _is_in(policy.only, target, index, unknown=False):
-        return "scope", "outside `only`"
+        return "scope", _OUTSIDE_ONLY
     for scope in policy.exempt:
         holds = scope.until is None or index.view.snapshot.taken_at < scope.until
         if holds and _is_in(scope, target, index, unknown=True):
-            return "exempt", "inside `except`"
+            return "exempt", _INSIDE_EXCEPT
     marks = [kept[name] for name in _marks(target, index) if name in kept] if kept else []
     clock = index.view.clock
     left = max((mark.until - clock for mark in marks if mark.holds(policy, target.began, clock)), default=0.0)
     if left > 0:
-        return "kept", f"kept for another {format_duration(left)}"
+        return "kept", sentence("note.kept", "kept for another {time}", time=format_duration(left))
     if policy.start_grace and (target.age is None or target.age < policy.start_grace):
-        age = "of unknown age" if target.age is None else f"{format_duration(target.age)} old"
-        return "grace", f"{age}, innocent for the first {format_duration(policy.start_grace)}"
+        return "grace", _young(target.age, format_duration(policy.start_grace))
     return None
+
+
+def _young(age: float | None, grace: str) -> str:
+    if age is None:
+        return sentence("note.unknown_age", "of unknown age, innocent for the first {time}", time=grace)
+    return sentence("note.young", "{age} old, innocent for the first {time}", age=format_duration(age), time=grace)
 
 
 def _marks(target: PolicyTarget, index: SampleIndex) -> Iterator[tuple[str, int | str]]:
@@ -484,10 +510,16 @@ def absent(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
     if unread or not snapshot.devices:
         return
     for scope in (*((policy.only,) if policy.only else ()), *policy.exempt):
-        for what, patterns, is_one in (("GPU", scope.devices, _is_device), ("model", scope.models, _is_model)):
-            for pattern in patterns or ():
-                if not any(is_one(device, pattern, False) for device in snapshot.devices):
-                    yield f"{policy.name}: no {what} here is {pattern}"
+        for name in scope.devices or ():
+            if not any(_is_device(device, name, False) for device in snapshot.devices):
+                yield sentence(
+                    "policy.no_such_gpu", "{policy}: no GPU here is {device}", policy=policy.name, device=name
+                )
+        for name in scope.models or ():
+            if not any(_is_model(device, name, False) for device in snapshot.devices):
+                yield sentence(
+                    "policy.no_such_model", "{policy}: no model here is {model}", policy=policy.name, model=name
+                )
 
 
 def _is_device(device: Device, text: str, unknown: bool) -> bool:
@@ -505,15 +537,20 @@ def _is_model(device: Device, pattern: str, unknown: bool) -> bool:
 def outside_schedule(policy: Policy, index: SampleIndex) -> Note | None:
     """Return why the policy does not apply to anybody now, or None if it does."""
     if not is_within(policy.hours, policy.days, index.view.snapshot.taken_at + index.zone):
-        return Note("hours", "outside the hours or days of the policy", policy.name)
+        return Note("hours", _OUTSIDE_HOURS, policy.name)
     if policy.claimed_above is not None:
         # A divided device counts as its parts.
         divided = {device.parent_uuid for device in index.devices.values()}
         parts = [uuid for uuid in index.devices if uuid not in divided]
         share = 100 * sum(uuid in index.claims_on for uuid in parts) / len(parts) if parts else None
         if share is None or not share > policy.claimed_above:
-            seen = "unknown" if share is None else f"{share:.0f}%"
-            return Note("load", f"{seen} of the GPUs are claimed, not above {policy.claimed_above:g}%", policy.name)
+            text = sentence(
+                "note.claimed_share",
+                "{share} of the GPUs are claimed, not above {limit}",
+                share=sentence("note.unknown_share", "unknown") if share is None else f"{share:.0f}%",
+                limit=f"{policy.claimed_above:g}%",
+            )
+            return Note("load", text, policy.name)
     return None
 
 
@@ -556,7 +593,9 @@ def on_enough_devices(
         if left or (not finding.processes and enough & _places(finding, index).keys()):
             kept.append(finding if len(left) == len(finding.processes) else replace(finding, processes=left))
         else:
-            text = f"on fewer than {policy.devices_at_least} GPUs of the same user"
+            text = sentence(
+                "note.few_gpus", "on fewer than {count} GPUs of the same user", count=policy.devices_at_least
+            )
             notes.append(Note("devices", text, policy.name, finding.subject))
     return kept, notes
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Finding, GpuProcess, Subject
 from gpuguard.policies.view import (
     Evidence,
@@ -81,7 +82,7 @@ class QuotaRule(Rule):
         accounts: list[tuple[str, Iterable[int], Sequence[_Holding]]] = []
         if self.per == "claim":
             accounts = [
-                (f"one {holding.subject.kind} of {user_label(holding.subject.user, uid)}", (uid,), (holding,))
+                (_one_of(holding.subject.kind, user_label(holding.subject.user, uid)), (uid,), (holding,))
                 for uid, held in of_user.items()
                 for holding in held
             ]
@@ -90,45 +91,87 @@ class QuotaRule(Rule):
         for group in self.shared_by:
             members = [uid for uid, groups in view.groups.items() if group in groups]
             together = (holding for uid in members for holding in of_user.get(uid, ()))
-            accounts.append(
-                (f"group {group}", members, sorted(together, key=lambda own: (own.since, not own.processes)))
-            )
+            joint = sorted(together, key=lambda own: (own.since, not own.processes))
+            accounts.append((sentence("quota.group", "group {group}", group=group), members, joint))
         found: dict[int, Finding] = {}  # a user in two groups is found once
         for owner, uids, held in accounts:
             reasons: dict[int, list[str]] = {}
-            for count, why in self._excesses(view, uids, held):
+            for count, why in self._excesses(view, owner, uids, held):
                 for place in range(len(held) - count, len(held)):
-                    reasons.setdefault(place, []).append(f"{owner} {why}")
+                    reasons.setdefault(place, []).append(why)
             for place, whys in reasons.items():
                 holding = held[place]
-                finding = Finding("quota", holding.subject, "; ".join(whys), tuple(holding.processes))
+                finding = Finding("quota", holding.subject, all_of(whys), tuple(holding.processes))
                 found.setdefault(id(holding), finding)
         yield from found.values()
 
-    def _excesses(self, view: RuleView, uids: Iterable[int], held: Sequence[_Holding]) -> Iterator[tuple[int, str]]:
-        """Yield (how many of the newest holdings are in excess, why) for each limit that is passed."""
+    def _excesses(
+        self, view: RuleView, owner: str, uids: Iterable[int], held: Sequence[_Holding]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (how many of the newest holdings are in excess, why) for each limit that *owner* passes."""
         if self.devices is not None:
-            limit, of_all = self.devices, ""
+            limit, part = self.devices, ""
             if isinstance(limit, Amount):
-                present = len(usable_devices(view.snapshot))
-                of_all = f" ({limit.text} of {present})"
+                present, share = len(usable_devices(view.snapshot)), limit.text
                 limit = int(limit.of(present) or 0) or min(1, ceil(limit.value))
+                part = sentence("quota.part", "{limit} ({share} of {count})", limit=limit, share=share, count=present)
             if count := _excess(held, _devices, limit):
-                yield count, f"has {_devices(held):.0f} GPUs, the limit is {limit}{of_all}"
+                yield (
+                    count,
+                    sentence(
+                        "quota.gpus",
+                        "{user} has {count} GPUs, the limit is {limit}",
+                        user=owner,
+                        count=f"{_devices(held):.0f}",
+                        limit=part or limit,
+                    ),
+                )
         if self.claims is not None and (count := _excess(held, _claims, self.claims)):
-            yield count, f"has {_claims(held):.0f} claims, the limit is {self.claims}"
+            yield (
+                count,
+                sentence(
+                    "quota.claims",
+                    "{user} has {count} claims, the limit is {limit}",
+                    user=owner,
+                    count=f"{_claims(held):.0f}",
+                    limit=self.claims,
+                ),
+            )
         sizes = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
         total = 0 if None in sizes else sum(size for size in sizes if size is not None)
         if self.memory is not None and total and (count := _excess(held, _memory, self.memory / 100 * total)):
-            share = 100 * _memory(held) / total
-            uses = f"uses {format_bytes(_memory(held))}, {share:.3g}% of the memory of all GPUs"
-            yield count, f"{uses}, {self.memory:g}% is allowed"
+            yield (
+                count,
+                sentence(
+                    "quota.memory",
+                    "{user} uses {size}, {share} of the memory of all GPUs, {limit} is allowed",
+                    user=owner,
+                    size=format_bytes(_memory(held)),
+                    share=f"{100 * _memory(held) / total:.3g}%",
+                    limit=f"{self.memory:g}%",
+                ),
+            )
         if self.gpu_hours is not None and self.within is not None and held:
             known = (view.gpu_seconds.get(uid, {}).get(self.within) for uid in uids)
             used = sum(seconds for seconds in known if seconds is not None)
             if used > self.gpu_hours:
-                window = format_duration(self.within)
-                yield 1, f"had {_hours(used)} GPU-hours in {window}, the limit is {_hours(self.gpu_hours)}"
+                yield (
+                    1,
+                    sentence(
+                        "quota.gpu_hours",
+                        "{user} had {hours} GPU-hours in {time}, the limit is {limit}",
+                        user=owner,
+                        hours=_hours(used),
+                        time=format_duration(self.within),
+                        limit=_hours(self.gpu_hours),
+                    ),
+                )
+
+
+def _one_of(kind: str, user: str) -> str:
+    if kind == "claim":
+        return sentence("quota.one_claim", "one claim of {user}", user=user)
+    return sentence("quota.one_process", "one process of {user}", user=user)
 
 
 def _hours(seconds: float) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
+from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.jobs import JobMember, jobs_of, member_of
 from gpuguard.policies.view import (
@@ -85,9 +86,27 @@ class MemoryRule(Rule):
             limit = self.above.of(device.memory_total) if share is None else share
             if memory is None or limit is None or not memory > limit >= 0:
                 return None
-            whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
-            allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
-            return f"uses {format_bytes(memory)} of {device_title(device)}, {allowed}{whole} is allowed"
+            size, gpu, allowed = format_bytes(memory), device_title(device), self.above.text
+            if self.above.promised:
+                return sentence(
+                    "memory.above_share",
+                    "uses {size} of {gpu}, its share of {share} is allowed",
+                    size=size,
+                    gpu=gpu,
+                    share=format_bytes(share),
+                )
+            if self.above.relative:
+                return sentence(
+                    "memory.above_part",
+                    "uses {size} of {gpu}, {limit} of {total} is allowed",
+                    size=size,
+                    gpu=gpu,
+                    limit=allowed,
+                    total=format_bytes(device.memory_total),
+                )
+            return sentence(
+                "memory.above", "uses {size} of {gpu}, {limit} is allowed", size=size, gpu=gpu, limit=allowed
+            )
 
         return findings_where("memory", view, self.per, why)
 
@@ -126,7 +145,13 @@ class TemperatureRule(Rule):
         def why(device: Device) -> str | None:
             if device.temperature is None or device.temperature <= self.above:
                 return None
-            return f"{device_title(device)} has {device.temperature:.0f}C, {self.above:g}C is allowed"
+            return sentence(
+                "temperature.above",
+                "{gpu} has {temperature}, {limit} is allowed",
+                gpu=device_title(device),
+                temperature=f"{device.temperature:.0f}C",
+                limit=f"{self.above:g}C",
+            )
 
         return _findings_of_whole("temperature", view, self.per, why)
 
@@ -159,8 +184,19 @@ class PowerRule(Rule):
             limit = self.above.of(device.power_limit)
             if device.power_draw is None or limit is None or device.power_draw <= limit:
                 return None
-            whole = f" of {device.power_limit:.0f}W" if self.above.relative else ""
-            return f"{device_title(device)} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
+            facts = {
+                "gpu": device_title(device),
+                "power": f"{device.power_draw:.0f}W",
+                "limit": self.above.text,
+            }
+            if not self.above.relative:
+                return sentence("power.above", "{gpu} draws {power}, {limit} is allowed", **facts)
+            return sentence(
+                "power.above_part",
+                "{gpu} draws {power}, {limit} of {total} is allowed",
+                total=f"{device.power_limit:.0f}W",
+                **facts,
+            )
 
         return _findings_of_whole("power", view, self.per, why)
 
@@ -204,11 +240,22 @@ class UtilizationRule(Rule):
             percent = processes[0].utilization if self.per == "process" else device.utilization
             if percent is None:
                 return None
-            seen = f"utilization of {device_title(device)} is {percent:.3g}%"
             if self.above is not None and percent > self.above:
-                return f"{seen}, at most {self.above:g}% is allowed"
+                return sentence(
+                    "utilization.above",
+                    "utilization of {gpu} is {share}, at most {limit} is allowed",
+                    gpu=device_title(device),
+                    share=f"{percent:.3g}%",
+                    limit=f"{self.above:g}%",
+                )
             if self.below is not None and percent < self.below:
-                return f"{seen}, at least {self.below:g}% is expected"
+                return sentence(
+                    "utilization.below",
+                    "utilization of {gpu} is {share}, at least {limit} is expected",
+                    gpu=device_title(device),
+                    share=f"{percent:.3g}%",
+                    limit=f"{self.below:g}%",
+                )
             return None
 
         return findings_where("utilization", view, self.per, why)
@@ -239,7 +286,13 @@ class ProcessesRule(Rule):
             count = len(processes if self.per == "user" else computing(device))
             if count <= self.above:
                 return None
-            return f"{count} processes compute on {device_title(device)}, {self.above} processes are allowed"
+            return sentence(
+                "processes.above",
+                "{count} processes compute on {gpu}, {limit} processes are allowed",
+                count=count,
+                gpu=device_title(device),
+                limit=self.above,
+            )
 
         for finding in findings_where("processes", view, self.per, why):
             yield replace(finding, processes=self._in_excess(finding, view)) if finding.processes else finding
@@ -265,6 +318,29 @@ class ProcessesRule(Rule):
         """
         pid, began = member.process
         return view.arrivals.arrived(finding.subject.device or "", member.process) or began, pid
+
+
+# What counts too many errors, by the field of a device; each gets the count and its limit.
+_TOO_MANY: Mapping[str, Callable[[int, int], Sentence]] = {
+    "ecc_corrected_volatile": lambda count, limit: sentence(
+        "health.corrected_errors",
+        "{count} corrected memory errors, {limit} are allowed",
+        count=count,
+        limit=limit,
+    ),
+    "ecc_uncorrected_volatile": lambda count, limit: sentence(
+        "health.uncorrected_errors",
+        "{count} uncorrected memory errors, {limit} are allowed",
+        count=count,
+        limit=limit,
+    ),
+    "retired_pages": lambda count, limit: sentence(
+        "health.retired_pages", "{count} retired pages, {limit} are allowed", count=count, limit=limit
+    ),
+    "remapped_rows": lambda count, limit: sentence(
+        "health.remapped_rows", "{count} remapped rows, {limit} are allowed", count=count, limit=limit
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -325,27 +401,29 @@ class HealthRule(Rule):
         for device in view.snapshot.devices:
             problems = _named(device.problems, self.problems)
             slowed = _named(device.throttle_reasons, self.throttle_reasons) if self.throttle_reasons else ""
-            faults = [fault for fault in (problems, slowed and f"slowed down by {slowed}") if fault]
-            for field, what, limit in self._limits():
+            faults = [problems] if problems else []
+            if slowed:
+                faults.append(sentence("health.slowed", "slowed down by {reasons}", reasons=slowed))
+            for field, limit in self._limits():
                 count = getattr(device, field)
                 if count is not None and count > limit:
-                    faults.append(f"{count} {what}, {limit} are allowed")
+                    faults.append(_TOO_MANY[field](count, limit))
             if faults:
                 processes = computing(device) if self.with_processes else ()
-                yield Finding("health", device_subject(device), "; ".join(faults), processes)
+                yield Finding("health", device_subject(device), all_of(faults), processes)
 
-    def _limits(self) -> list[tuple[str, str, int]]:
+    def _limits(self) -> list[tuple[str, int]]:
         rows = (
-            ("ecc_corrected_volatile", "corrected memory errors", self.ecc_corrected_above),
-            ("ecc_uncorrected_volatile", "uncorrected memory errors", self.ecc_uncorrected_above),
-            ("retired_pages", "retired pages", self.retired_pages_above),
-            ("remapped_rows", "remapped rows", self.remapped_rows_above),
+            ("ecc_corrected_volatile", self.ecc_corrected_above),
+            ("ecc_uncorrected_volatile", self.ecc_uncorrected_above),
+            ("retired_pages", self.retired_pages_above),
+            ("remapped_rows", self.remapped_rows_above),
         )
-        return [(field, what, limit) for field, what, limit in rows if limit is not None]
+        return [(field, limit) for field, limit in rows if limit is not None]
 
 
 def _named(names: tuple[str, ...] | None, globs: tuple[str, ...]) -> str:
-    return ", ".join(name for name in names or () if any(fnmatchcase(name, glob) for glob in globs))
+    return all_of((name for name in names or () if any(fnmatchcase(name, glob) for glob in globs)), ", ")
 
 
 def _findings_of_users(rule: str, view: RuleView, why: Callable[[UserUse], str | None]) -> Iterator[Finding]:
@@ -391,8 +469,20 @@ class HostMemoryRule(Rule):
             limit = self.above.of(view.machine.memory)
             if use.memory is None or limit is None or use.memory <= limit:
                 return None
-            whole = f" of {format_bytes(view.machine.memory)}" if self.above.relative else ""
-            return f"uses {format_bytes(use.memory)} of the machine's memory, {self.above.text}{whole} is allowed"
+            if not self.above.relative:
+                return sentence(
+                    "host_memory.above",
+                    "uses {size} of the machine's memory, {limit} is allowed",
+                    size=format_bytes(use.memory),
+                    limit=self.above.text,
+                )
+            return sentence(
+                "host_memory.above_part",
+                "uses {size} of the machine's memory, {limit} of {total} is allowed",
+                size=format_bytes(use.memory),
+                limit=self.above.text,
+                total=format_bytes(view.machine.memory),
+            )
 
         return _findings_of_users("host_memory", view, why)
 
@@ -429,6 +519,12 @@ class HostCpuRule(Rule):
             cores = view.machine.cores
             if use.cpu is None or not cores or use.cpu / cores <= self.above:
                 return None
-            return f"uses {use.cpu / 100:.3g} of {cores} cores, {self.above:g}% of them is allowed"
+            return sentence(
+                "host_cpu.above",
+                "uses {used} of {cores} cores, {limit} of them is allowed",
+                used=f"{use.cpu / 100:.3g}",
+                cores=cores,
+                limit=f"{self.above:g}%",
+            )
 
         return _findings_of_users("host_cpu", view, why)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import device_title
 from gpuguard.locale import N_
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of, covers, findings_where, key_of
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
@@ -98,10 +99,14 @@ class MemoryGrowthRule(Rule):
             rates = slopes(view, subject, "memory_used", self.over)
             if memory is None or not rates or sure(rates) <= self.above.per_second:
                 return None
-            grown = f"{format_bytes(middle(rates) * self.above.seconds)} in {format_duration(self.above.seconds)}"
-            return (
-                f"memory on {device_title(device)} grows by {grown} (trend over {format_duration(self.over)}), "
-                f"{self.above.text} is allowed"
+            return sentence(
+                "memory.growth",
+                "memory on {gpu} grows by {grown} in {time} (trend over {span}), {limit} is allowed",
+                gpu=device_title(device),
+                grown=format_bytes(middle(rates) * self.above.seconds),
+                time=format_duration(self.above.seconds),
+                span=format_duration(self.over),
+                limit=self.above.text,
             )
 
         return findings_where("memory_growth", view, self.per, why)
@@ -145,10 +150,17 @@ class ForecastRule(Rule):
             confidence = 100 * sum(free <= rate * self.full_within for rate in rates) / len(rates)
             if confidence < self.confidence:
                 return None
-            return (
-                f"memory of {device_title(device)} is full in about {format_duration(free / rate)}: "
-                f"{format_bytes(free)} is free and {format_bytes(rate * 60)} more is used each minute "
-                f"(confidence {confidence:.0f}%); less than {format_duration(self.full_within)} is not enough"
+            full = sentence(
+                "memory.forecast",
+                "memory of {gpu} is full in about {time}: {free} is free and {rate} more is used each minute "
+                "(confidence {confidence})",
+                gpu=device_title(device),
+                time=format_duration(free / rate),
+                free=format_bytes(free),
+                rate=format_bytes(rate * 60),
+                confidence=f"{confidence:.0f}%",
             )
+            within = format_duration(self.full_within)
+            return all_of((full, sentence("memory.full_soon", "less than {limit} is not enough", limit=within)))
 
         return findings_where("forecast", view, self.per, why)

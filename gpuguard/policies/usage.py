@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -13,6 +13,7 @@ from typing import Annotated
 from gpuguard.device_state import claim_of, claims_on, claims_readable, lineage, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
+from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
 from gpuguard.policies.policy import parse_path
 from gpuguard.policies.view import (
@@ -62,14 +63,38 @@ class UnclaimedRule(Rule):
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Yield a finding per process and device."""
-        limit = f", and less than {format_bytes(self.min_memory)} would be allowed" if self.min_memory else ""
         if not claims_readable(view.snapshot):
             return
         for device, process, owners in (*_on_unclaimed(view), *(trespassers(view) if self.on_claimed else ())):
             if not self.min_memory or (process.memory_used is not None and process.memory_used >= self.min_memory):
-                where = f"a GPU that {owners} has claimed, " if owners else "a GPU "
-                why = f"uses {format_bytes(process.memory_used)} of {where}without a claim{limit}"
+                why = self._why(format_bytes(process.memory_used), owners)
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
+
+    def _why(self, size: str, owners: str) -> str:
+        limit = format_bytes(self.min_memory)
+        if owners and self.min_memory:
+            return sentence(
+                "unclaimed.above_on_claimed",
+                "uses {size} of a GPU that {user} has claimed, without a claim, and less than {limit} would be allowed",
+                size=size,
+                user=owners,
+                limit=limit,
+            )
+        if owners:
+            return sentence(
+                "unclaimed.on_claimed",
+                "uses {size} of a GPU that {user} has claimed, without a claim",
+                size=size,
+                user=owners,
+            )
+        if self.min_memory:
+            return sentence(
+                "unclaimed.above",
+                "uses {size} of a GPU without a claim, and less than {limit} would be allowed",
+                size=size,
+                limit=limit,
+            )
+        return sentence("unclaimed.use", "uses {size} of a GPU without a claim", size=size)
 
 
 def _on_unclaimed(view: RuleView) -> Iterator[tuple[Device, GpuProcess, str]]:
@@ -111,7 +136,8 @@ class TrespassRule(Rule):
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Yield a finding per process and device."""
         for device, process, owners in trespassers(view, containers=self.containers):
-            why = f"uses {format_bytes(process.memory_used)} of a GPU that {owners} has claimed"
+            size = format_bytes(process.memory_used)
+            why = sentence("trespass.use", "uses {size} of a GPU that {user} has claimed", size=size, user=owners)
             yield Finding("trespass", process_subject(device, process), why, (process,))
 
 
@@ -123,7 +149,7 @@ def trespassers(view: RuleView, *, containers: bool = False) -> Iterator[tuple[D
             claim for claim in claims if not any(view.arrivals.was_there_before(claim, device, other) for other in job)
         ]
         if older:
-            yield device, process, ", ".join(user_label(claim.user, claim.uid) for claim in older)
+            yield device, process, all_of((user_label(claim.user, claim.uid) for claim in older), ", ")
 
 
 def strangers(
@@ -144,6 +170,31 @@ def strangers(
                 continue
             if claim_of(process, here, view.seen) is None:
                 yield device, process, exclusive
+
+
+_Refusals = tuple[Callable[..., Sentence], Callable[..., Sentence]]  # of a process of a user, and of a claim
+_REFUSALS: Mapping[str, _Refusals] = {
+    "denied": (
+        lambda **facts: sentence("users.denied", "{user} is denied and uses {size}", **facts),
+        lambda **facts: sentence("users.denied_claim", "{user} is denied and has a claim", **facts),
+    ),
+    "group denied": (
+        lambda **facts: sentence(
+            "users.group_denied", "{user} is in the group {group}, which is denied, and uses {size}", **facts
+        ),
+        lambda **facts: sentence(
+            "users.group_denied_claim", "{user} is in the group {group}, which is denied, and has a claim", **facts
+        ),
+    ),
+    "not allowed": (
+        lambda **facts: sentence(
+            "users.not_allowed", "{user} is not among those who are allowed and uses {size}", **facts
+        ),
+        lambda **facts: sentence(
+            "users.not_allowed_claim", "{user} is not among those who are allowed and has a claim", **facts
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -200,24 +251,26 @@ class UsersRule(Rule):
         for device, process in computing_processes(view):
             assert process.uid is not None  # judged_processes() leaves out the others
             if reason := self._against(process.uid, view):
-                why = f"{user_label(process.user, process.uid)} {reason} and uses {format_bytes(process.memory_used)}"
+                user, size = user_label(process.user, process.uid), format_bytes(process.memory_used)
+                why = _REFUSALS[reason[0]][0](user=user, size=size, **reason[1])
                 yield Finding("users", process_subject(device, process), why, (process,))
         for claim in view.snapshot.claims if self.claims else ():
             unused = claim.alive and claim.uid > 0 and claim.devices and not _is_used(claim, view)
             if unused and (reason := self._against(claim.uid, view)):
-                why = f"{user_label(claim.user, claim.uid)} {reason} and has a claim"
+                why = _REFUSALS[reason[0]][1](user=user_label(claim.user, claim.uid), **reason[1])
                 yield Finding("users", claim_subject(claim), why)
 
-    def _against(self, uid: int, view: RuleView) -> str | None:
+    def _against(self, uid: int, view: RuleView) -> tuple[str, Mapping[str, str]] | None:
+        """Return which of _REFUSALS there is for a user, and what stands in it about their group, or None."""
         groups = view.groups.get(uid)
         denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
         by_name = uid in self.allow or not (self.allow or self.allow_groups)
         by_group = self.allow_groups and (groups is None or groups.intersection(self.allow_groups))
         if uid in self.deny:
-            return "is denied"
+            return "denied", {}
         if denied:
-            return f"is in the group {denied[0]}, which is denied,"
-        return None if by_name or by_group else "is not among those who are allowed"
+            return "group denied", {"group": denied[0]}
+        return None if by_name or by_group else ("not allowed", {})
 
 
 def _is_used(claim: ClaimRecord, view: RuleView) -> bool:
@@ -270,12 +323,21 @@ class CommandRule(Rule):
             command = None if process.command is None else " ".join(process.command)
             if self.arguments and (command is None or not _matches(command, self.arguments)):
                 continue
-            why = f"runs {process.executable} and uses {format_bytes(process.memory_used)}"
+            why = sentence(
+                "command.runs",
+                "runs {program} and uses {size}",
+                program=str(process.executable),
+                size=format_bytes(process.memory_used),
+            )
             yield Finding("command", process_subject(device, process), why, (process,))
 
 
 def _matches(text: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(text[:LONGEST], glob) for glob in globs)
+
+
+_OTHER_USERS = sentence("outside_scheduler.other_users", "other users")
+_NO_USER = sentence("outside_scheduler.no_user", "no user")
 
 
 @dataclass(frozen=True)
@@ -307,6 +369,10 @@ class OutsideSchedulerRule(Rule):
             given = view.scheduled.get(device.uuid, view.scheduled.get(device.parent_uuid or device.uuid))
             if given is None or process.uid in given or (process.container and not self.containers):
                 continue
-            to = "other users" if given else "no user"
-            why = f"uses {format_bytes(process.memory_used)} of a GPU that the scheduler has given to {to}"
+            why = sentence(
+                "outside_scheduler.use",
+                "uses {size} of a GPU that the scheduler has given to {user}",
+                size=format_bytes(process.memory_used),
+                user=_OTHER_USERS if given else _NO_USER,
+            )
             yield Finding("outside_scheduler", process_subject(device, process), why, (process,))

@@ -17,9 +17,16 @@ from statistics import median
 from typing import Any, ClassVar, Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
+from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.units import Amount
+
+_DEBUGGED = sentence("process.debugged", "being debugged")
+_NOTEBOOK, _ON_TERMINAL = sentence("process.notebook", "a notebook"), sentence("process.on_terminal", "on a terminal")
+_GPU_MISSING = sentence("sample.gpu_missing", "the GPU is missing from the sample")
+_NO_LIST = sentence("sample.no_process_list", "the driver gives no list of processes")
+_IMPLAUSIBLE_LIST = sentence("sample.implausible_list", "the list of processes is not plausible")
 
 Sample = tuple[float, float]  # (clock, value)
 _UTILIZATION: dict[str, Any] = dict.fromkeys(
@@ -62,10 +69,10 @@ def interactive_use(command: str, terminal: object, traced: object) -> str | Non
     *terminal* is the terminal that controls it and *traced* the debugger.  Either is false if there is none.
     """
     if traced:
-        return "being debugged"
+        return _DEBUGGED
     if "ipykernel" in command:
-        return "a notebook"
-    return "on a terminal" if terminal else None
+        return _NOTEBOOK
+    return _ON_TERMINAL if terminal else None
 
 
 @dataclass(frozen=True)
@@ -252,11 +259,11 @@ class SampleIndex:
         """Return why the processes of a device cannot be judged, or None if they can."""
         device = self.devices.get(uuid)
         if device is None:
-            return "the GPU is missing from the sample"
+            return _GPU_MISSING
         if device.processes is None:
             gaps = self.gaps.get(uuid, {})
-            return gaps.get("processes") or gaps.get("device") or "the driver gives no list of processes"
-        return None if device.processes_plausible else "the list of processes is not plausible"
+            return gaps.get("processes") or gaps.get("device") or _NO_LIST
+        return None if device.processes_plausible else _IMPLAUSIBLE_LIST
 
 
 def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:

@@ -61,10 +61,7 @@ def backtest_lines(
         yield ""
         yield _("The recording cannot judge these rules, so that they found nothing:")
         yield from table(
-            [
-                (f"  {policy}", rule, _("it does not tell {what}").format(what=translated(what)))
-                for policy, rule, what in blind
-            ]
+            [(f"  {policy}", rule, _("it does not tell {what}").format(what=_(what))) for policy, rule, what in blind]
         )
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""

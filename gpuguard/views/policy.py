@@ -280,7 +280,9 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
     since = format_duration(max(0, round(now - row.since_unix_seconds)))
     done = _(", last step {step}").format(step=_(row.last)) if row.last else ""
     if row.refused:
-        done += _(", {step} was refused ({why})").format(step=_(row.next or NOT_AVAILABLE), why=translated(row.refused))
+        done += _(", {step} was refused ({why})").format(
+            step=_(row.next or NOT_AVAILABLE), why=_(translated(row.refused))
+        )
     if row.next is None:
         then = _("no step is left")
     elif row.next_unix_seconds is None:
