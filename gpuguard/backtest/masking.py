@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS
 from gpuguard.vendors import UUID_PREFIXES
 
 _FIRST_UID = 100_000
 _HARMLESS = re.compile(r"[a-z ]{1,40}")  # "lost", "reset required": what backends call a problem
+_MASKED, _MASKED_PROBLEM = sentence("mask.reason", "masked"), sentence("mask.problem", "masked problem")
 _FIELDS_OF = {
     "snapshot": (
         "backend taken_at clock simulated driver_version nvml_version cuda_version recorded",
@@ -61,7 +63,7 @@ class Mask:
             "parent_uuid": self._uuid,
             "pci_bus_id": self._bus_id,
             "processes": lambda value: value and [self._noun("process", process) for process in value],
-            "problems": lambda value: [text if _HARMLESS.fullmatch(text) else "masked problem" for text in value],
+            "problems": lambda value: [text if _HARMLESS.fullmatch(text) else _MASKED_PROBLEM for text in value],
             "nvlink_links": lambda value: [[link, self._bus_id(end)] for link, end in value],
             "uid": self._uid,
             "user": lambda value: value if value == "root" else self._name("user", value),
@@ -110,7 +112,7 @@ class Mask:
         # The reason may quote a path or a name, and a field a uuid.
         field = packed["field"] if re.fullmatch(r"[a-z_ ()]{1,60}", packed["field"]) else "masked"
         device = packed.get("device")
-        return {"device": None if device is None else self._uuid(device), "field": field, "reason": "masked"}
+        return {"device": None if device is None else self._uuid(device), "field": field, "reason": _MASKED}
 
     def _uuid(self, uuid: str) -> str:
         number = self._number("uuid", uuid)

@@ -28,6 +28,7 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file
 from gpuguard.jsonio import decode
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, GpuProcess, ProcessIdentity, ProcessStat, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 
@@ -42,6 +43,7 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
     "memory_bytes": ("memory", 1), "memory_mib": ("memory", 2**20), "mem_mib": ("memory", 2**20),
     "temperature_celsius": ("temperature", 1), "power_watts": ("power", 1),
 }  # fmt: skip
+_NO_CLAIMS = sentence("recording.no_claims", "the recording does not tell who had claimed what")
 _TEXTS = frozenset({"job", "host", "device", "user", "groups", "kind"})
 _KINDS = ("batch", "interactive", "container")
 _UIDS_FROM = 100_000  # for users who exist only in a recording
@@ -261,7 +263,7 @@ def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, ui
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
         # The claims of that time are unknown, so a rule that asks about them must find nothing.
-        gap = Gap(None, "claims", "the recording does not tell who had claimed what")
+        gap = Gap(None, "claims", _NO_CLAIMS)
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
         groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
         yield RuleView(snapshot, host=host_uses, groups=groups)
@@ -412,7 +414,13 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
         machine = MachineUse(packed.machine.memory, packed.machine.cores, users)
         return RuleView(snapshot, host=host, machine=machine, groups=groups, seen=seen)
     except ValueError as error:
-        raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
+        raise BackendError(
+            sentence(
+                "recording.processes",
+                "what this recording says of processes cannot be understood: {error}.",
+                error=f"{error!r:.100}",
+            )
+        ) from None
 
 
 def views(path: str, advance: Callable[[float], None] = lambda share: None) -> Iterator[RuleView]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from gpuguard.files import open_file, open_named
 from gpuguard.jsonio import loads
 from gpuguard.locale import _
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import Event
 from gpuguard.users import user_name
 
@@ -126,7 +126,13 @@ def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
         _stuck = False
     except OSError as error:
         if not _stuck:
-            why = f"{path} cannot be renamed: {error.strerror}.  At {MAX_BYTES >> 20} MiB nothing more is written"
+            why = sentence(
+                "log.not_set_aside",
+                "{path} cannot be renamed: {error}.  At {size} MiB nothing more is written",
+                path=path,
+                error=str(error.strerror),
+                size=MAX_BYTES >> 20,
+            )
             os.write(descriptor, _encoded(Event(time=event.time, kind="log", outcome="not set aside", message=why)))
         _stuck = True
 

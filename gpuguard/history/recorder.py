@@ -18,6 +18,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.history import store
 from gpuguard.history.queries import SpentSeconds, Usage
 from gpuguard.history.schema import WIDTH, Slot, UsageSums, Wanted
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Snapshot
 
 PENDING = 720  # slots that may wait to be written: 2 hours, some 10 MiB with 8 devices
@@ -34,7 +35,7 @@ class Recorder:
     def __init__(self, path: str, say: Say) -> None:
         self.path = path
         self.windows: frozenset[float] = frozenset()  # in seconds, those that spent() covers
-        self.trouble: str | None = "it is not open yet"
+        self.trouble: str | None = sentence("usage_store.not_open", "it is not open yet")
         self._tried = threading.Event()  # set once trouble tells whether it could be opened
         self._say, self._said = say, False
         self._spent: SpentSeconds = {}
@@ -93,7 +94,8 @@ class Recorder:
             self._retry_at = 0.0
             self._write(everything=True)
         finally:
-            self.trouble, self._spent = self.trouble or "its writer has ended", {}
+            ended = sentence("usage_store.writer_ended", "its writer has ended")
+            self.trouble, self._spent = self.trouble or ended, {}
             self._tried.set()
             self._close()
 
@@ -125,39 +127,81 @@ class Recorder:
         else:
             if self._said:
                 self._said = False
-                self._say(f"the usage store {self.path} is written again")
+                self._say(
+                    sentence("usage_store.written_again", "the usage store {path} is written again", path=self.path)
+                )
             self.trouble = None
 
     def _fail(self, error: Exception) -> None:
         self._close()
         self._spent, self._summed = {}, (frozenset(), {})
         self._retry_at = time.monotonic() + RETRY_SECONDS
-        reason = " ".join(str(error).split()).rstrip(".") or "no memory is left"
+        reason = str(error)
+        if not isinstance(error, (GpuguardError, store.Outdated)):  # whose texts are sentences
+            reason = " ".join(reason.split()).rstrip(".") or sentence("usage_store.no_memory", "no memory is left")
         if isinstance(error, OSError):
-            reason = f"{error.strerror}: {error.filename}; GPUGUARD_STATE_DIR names another place"
+            reason = sentence(
+                "usage_store.other_place",
+                "{error}: {path}; GPUGUARD_STATE_DIR names another place",
+                error=str(error.strerror),
+                path=str(error.filename),
+            )
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk and locks
-            self._set_aside(f"is damaged ({reason})", "damaged")
+            what = sentence(
+                "usage_store.damaged", "the usage store {path} is damaged ({reason})", path=self.path, reason=reason
+            )
+            self._set_aside(what, "damaged")
             return
         if isinstance(error, store.Outdated):
-            self._set_aside(f"is of an earlier gpuguard ({reason})", "old")
+            what = sentence(
+                "usage_store.outdated",
+                "the usage store {path} is of an earlier gpuguard ({reason})",
+                path=self.path,
+                reason=reason,
+            )
+            self._set_aside(what, "old")
             return
-        self.trouble = f"the usage store {self.path} cannot be written: {reason}"
+        self.trouble = sentence(
+            "usage_store.unwritable",
+            "the usage store {path} cannot be written: {reason}",
+            path=self.path,
+            reason=reason,
+        )
         if not self._said:
             self._said = True
-            self._say(f"{self.trouble}; it is tried again, and what GPUs are used for is kept in memory for 2 hours")
+            kept = sentence(
+                "usage_store.kept_in_memory",
+                "it is tried again, and what GPUs are used for is kept in memory for 2 hours",
+            )
+            self._say(all_of((self.trouble, kept)))
 
-    def _set_aside(self, fault: str, why: str) -> None:
+    def _set_aside(self, trouble: str, why: str) -> None:
         self._damaged += 1
         self._checked = False
-        self.trouble = f"the usage store {self.path} {fault}"
+        self.trouble = trouble
         try:
             name = store.set_aside(self.path, why)
         except OSError as error:
-            self._say(f"{self.trouble} and cannot be renamed: {error}; nothing is recorded until the next start")
+            self._say(
+                sentence(
+                    "usage_store.not_renamed",
+                    "{why} and cannot be renamed: {error}; nothing is recorded until the next start",
+                    why=trouble,
+                    error=str(error),
+                )
+            )
             self._damaged += 1
             return
-        begins = "a new one is begun" if self._damaged == 1 else "for the second time: nothing is recorded any more"
-        self._say(f"{self.trouble}; it was renamed to {name}, {begins}")
+        renamed = (
+            sentence("usage_store.renamed", "it was renamed to {name}, a new one is begun", name=name)
+            if self._damaged == 1
+            else sentence(
+                "usage_store.renamed_again",
+                "it was renamed to {name}, for the second time: nothing is recorded any more",
+                name=name,
+            )
+        )
+        self._say(all_of((trouble, renamed)))
         if self._damaged == 1:
             self._retry_at = 0.0
             self._write()

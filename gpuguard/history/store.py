@@ -34,6 +34,7 @@ from gpuguard.history.schema import (
     slot_of,
     stored,
 )
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
 from gpuguard.users import user_name
 
@@ -107,7 +108,10 @@ def lock(path: str) -> int:
         if not isinstance(error, BlockingIOError):
             raise OSError(error.errno, error.strerror, path) from None
         raise GpuguardError(
-            "another daemon writes it.  Give this one a place of its own with GPUGUARD_STATE_DIR."
+            sentence(
+                "usage_store.other_daemon",
+                "another daemon writes it.  Give this one a place of its own with GPUGUARD_STATE_DIR",
+            )
         ) from None
     return descriptor
 
@@ -157,7 +161,12 @@ def _make(path: str) -> None:
     except FileExistsError:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
-            raise GpuguardError("it is not a file of ours alone.  Look at it with `ls -l`, and move it away.") from None
+            raise GpuguardError(
+                sentence(
+                    "usage_store.not_ours",
+                    "it is not a file of ours alone.  Look at it with `ls -l`, and move it away",
+                )
+            ) from None
     # No other process may open it before we hold the lock.
     os.chmod(path, 0o600)
 
@@ -173,14 +182,27 @@ def _connected(path: str, *, check: bool) -> sqlite3.Connection:
         if version == 0:
             with _transaction(connection):
                 if connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() != (0,):
-                    raise GpuguardError("it is no usage store.  Move it away.")
+                    raise GpuguardError(sentence("usage_store.none", "it is no usage store.  Move it away"))
                 for table in TABLES:
                     connection.execute(table)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
         elif version < VERSION:
-            raise Outdated(f"version {version} of its tables, this gpuguard writes version {VERSION}")
+            raise Outdated(
+                sentence(
+                    "usage_store.old_tables",
+                    "version {version} of its tables, this gpuguard writes version {own}",
+                    version=version,
+                    own=VERSION,
+                )
+            )
         elif version > VERSION:
-            raise GpuguardError(f"it is of another version of gpuguard ({version}).  Move it away, or update.")
+            raise GpuguardError(
+                sentence(
+                    "usage_store.newer",
+                    "it is of another version of gpuguard ({version}).  Move it away, or update",
+                    version=version,
+                )
+            )
         if check and (fault := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(" ".join(str(fault).split()))
         with _transaction(connection):  # takes the lock if nothing has taken it yet
@@ -282,7 +304,14 @@ def _free_number(connection: sqlite3.Connection, table: str) -> int:
     taken = {number for (number,) in connection.execute(f"SELECT id FROM {table}")}
     free = next((number for number in range(1, MOST_NUMBERS + 1) if number not in taken), None)
     if free is None:
-        raise GpuguardError(f"it knows {MOST_NUMBERS} {table}, more do not fit.  Move it away: a new one is begun.")
+        raise GpuguardError(
+            sentence(
+                "usage_store.full",
+                "it knows {number} {table}, more do not fit.  Move it away: a new one is begun",
+                number=MOST_NUMBERS,
+                table=table,
+            )
+        )
     return free
 
 
