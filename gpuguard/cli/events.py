@@ -22,7 +22,7 @@ from gpuguard.cli.options import add_repeatable, add_source_options, check_users
 from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import boot_clock
 from gpuguard.source import read_state
@@ -153,8 +153,8 @@ class _MachineLog(_Log):
                 self._since, self._is_silent = began, False
             except GpuguardError as error:
                 if not self._is_silent:
-                    text = _("gpuguard: what the daemon did to you is left out: {error}").format(error=error)
-                    print(text, file=sys.stderr)
+                    text = _("gpuguard: what the daemon did to you is left out: {error}")
+                    print(text.format(error=translated(str(error))), file=sys.stderr)
                 self._is_silent = True
         return lines
 

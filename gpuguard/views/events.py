@@ -115,9 +115,7 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
         f"{_(str(line.get('kind', 'n/a')))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
-        "; ".join(
-            filter(None, [_STOP.sub("", message if _is_of_a_user(line) else translated(message)), ", ".join(told)])
-        ),
+        "; ".join(filter(None, [_STOP.sub("", translated(message)), ", ".join(told)])),
     ]
     return [neutralise(cell) for cell in cells]
 
@@ -132,16 +130,8 @@ def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:
         "devices": _devices_shown(line, labels),
         "user": str(line.get("user") or ""),
         "message": str(line.get("message") or ""),
-        "verbatim": _is_of_a_user(line),
         "facts": [[name, value if is_number(value) else str(value)] for name, value in _facts_shown(line)],
     }
-
-
-def _is_of_a_user(line: Line) -> bool:
-    """Return whether the message is a command, a note or a reason that a user wrote, and no sentence of ours."""
-    kind, facts = line.get("kind"), facts_of(line)
-    decided = kind in ("keep", "reserve", "deny", "quarantine") and facts.get("policy") is None
-    return decided or "asked_by_uid" in facts or (kind == "claim" and line.get("outcome") in ("started", "seen to end"))
 
 
 def _devices_shown(line: Line, labels: Mapping[str, str]) -> list[str]:
