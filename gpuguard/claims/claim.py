@@ -45,7 +45,8 @@ from gpuguard.clusters import visible_devices
 from gpuguard.device_state import started_by
 from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
 from gpuguard.errors import ClaimError, ClaimLost
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device
 from gpuguard.procfs import process_facts
 
@@ -178,7 +179,14 @@ class Claim(Sequence[Device]):
             request = released_by(self._record.descriptor) if self._record else None
             if request:
                 self._release()
-                raise ClaimLost(f"the claim {self.id} was released {request.in_words()}.")
+                raise ClaimLost(
+                    sentence(
+                        "claim.released",
+                        "the claim {id} was released {request}.",
+                        id=self.id,
+                        request=request.in_words(),
+                    )
+                )
             if lost:
                 raise ClaimLost(lost[0])
 
@@ -253,7 +261,7 @@ class Claim(Sequence[Device]):
 
             why = why_full(directory, error)
             self.warning = _("others cannot see what this claim is for: no record in {records} ({why})").format(
-                records=directory.records, why=why
+                records=directory.records, why=translated(why)
             )
             return
         _remove_dead_records(directory, os.geteuid() if owner is None else owner)
@@ -437,12 +445,16 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _fault(lock: Lock) -> str | None:
     """Return what is wrong with a lock that should be held, or None; take it again if it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
-        return f"the lock file {lock.path} was removed or replaced."
+        return sentence("lock.file_replaced", "the lock file {path} was removed or replaced.", path=lock.path)
     for _try in range(_REASSERT_TRIES):
         if try_flock(lock.descriptor, lock.operation):
             return None
         time.sleep(0.01)
-    return f"{lock.path} is locked by another process: the job, or a process in it, had unlocked it."
+    return sentence(
+        "lock.of_another",
+        "{path} is locked by another process: the job, or a process in it, had unlocked it.",
+        path=lock.path,
+    )
 
 
 def sharing_of(snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> dict[str, Sharing]:
@@ -525,7 +537,7 @@ def _over_capacity(directory: LockDirectory, snapshot: Snapshot, request: Reques
     sharing = sharing_of(snapshot, _without(others, set(claim.slots(directory))))
     terms = terms_of(snapshot, request, {}, sharing)
     reasons = {device.uuid: [reason.text for reason in no_share_left(device, terms)] for device in claim}
-    return {uuid: "; ".join(texts) for uuid, texts in reasons.items() if texts}
+    return {uuid: all_of(texts) for uuid, texts in reasons.items() if texts}
 
 
 def _without(claims: Iterable[ClaimRecord], slots: Collection[str]) -> tuple[ClaimRecord, ...]:

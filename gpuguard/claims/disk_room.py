@@ -17,7 +17,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import target_of
 from gpuguard.deadline import in_time
 from gpuguard.files import status_in_place
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
@@ -66,21 +66,29 @@ class Room:
     def in_words(self) -> str:
         """Describe the room, as in ``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
         if most := self.who:
-            return _("{user} has {amounts} there").format(
-                user=user_name(most.uid), amounts=self._amounts(most.files, most.size)
-            )
+            amounts = self._amounts(most.files, most.size)
+            return sentence("room.of_user", "{user} has {amounts} there", user=user_name(most.uid), amounts=amounts)
         files, size = self.files - self.files_free, self.size - self.size_free
-        text = _("{amounts} are taken").format(amounts=self._amounts(files, size))
+        text = sentence("room.taken", "{amounts} are taken", amounts=self._amounts(files, size))
         files, size = files - sum(usage.files for usage in self.taken), size - sum(usage.size for usage in self.taken)
         if self.part(files, size) <= 1 / 2:
             return text
-        return _("{text}, of which files without a name take {files:,} and {size}").format(
-            text=text, files=files, size=format_bytes(max(0, size))
+        return sentence(
+            "room.nameless",
+            "{text}, of which files without a name take {files} and {size}",
+            text=text,
+            files=f"{files:,}",
+            size=format_bytes(max(0, size)),
         )
 
     def _amounts(self, files: int, size: int) -> str:
-        return _("{files:,} of {all_files:,} files and {size} of {all}").format(
-            files=files, all_files=self.files, size=format_bytes(size), all=format_bytes(self.size)
+        return sentence(
+            "room.amounts",
+            "{files} of {all_files} files and {size} of {all}",
+            files=f"{files:,}",
+            all_files=f"{self.files:,}",
+            size=format_bytes(size),
+            all=format_bytes(self.size),
         )
 
     def part(self, files: int, size: int) -> float:
@@ -129,7 +137,7 @@ def why_full(directory: LockDirectory, error: OSError) -> str:
         room = room_for_records(directory)
     except OSError:
         return text
-    return f"{text}: {room.in_words()}" if room.own else text
+    return sentence("because", "{what}: {why}", what=text, why=room.in_words()) if room.own else text
 
 
 def _biggest_users(path: str) -> list[RoomUsage]:

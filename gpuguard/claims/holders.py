@@ -27,6 +27,7 @@ from gpuguard import procfs
 from gpuguard.backends import spawn
 from gpuguard.deadline import charge, in_time, owed_by, stopwatch
 from gpuguard.files import close_all, device_of, hold_in_place, status_in_place
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
 from gpuguard.users import accountable_uid, user_name
 
@@ -178,21 +179,33 @@ def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
 
 def hidden_claim_text(paths: Iterable[str]) -> str:
     """Explain what it means that no process has the locks at *paths* open, and what helps."""
-    text = (
-        "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "
-        "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
-    )
     hiders = {pid: uid for path in paths for pid, uid in _possible_hiders(path).items()}
-    named = ", ".join(
-        [f"pid {pid} of {user_name(uid)}" for pid, uid in sorted(hiders.items())]
-        + [
-            f"a process of {user_name(uid)}, whose open files cannot be read to the end in time"
-            for uid in sorted(_cut_short)
-        ]
-    )
+    named = [
+        sentence("process.of_user", "pid {pid} of {user}", pid=pid, user=user_name(uid))
+        for pid, uid in sorted(hiders.items())
+    ]
+    named += [
+        sentence(
+            "lock.user_unread",
+            "a process of {user}, whose open files cannot be read to the end in time",
+            user=user_name(uid),
+        )
+        for uid in sorted(_cut_short)
+    ]
     if not named:
-        return f"{text}.  The lock is free when that process ends; /proc/net/unix lists all unix sockets."
-    return f"{text}.  The lock is free when the process ends that keeps it, which may be: {named}."
+        return sentence(
+            "lock.hidden",
+            "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "
+            "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no "
+            "claim.  The lock is free when that process ends; /proc/net/unix lists all unix sockets.",
+        )
+    return sentence(
+        "lock.hidden_by",
+        "the GPU is locked, and no process has its lock file open: the open file lies in a message that no process "
+        "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no "
+        "claim.  The lock is free when the process ends that keeps it, which may be: {processes}.",
+        processes=all_of(named, ", "),
+    )
 
 
 def _possible_hiders(path: str) -> dict[int, int]:

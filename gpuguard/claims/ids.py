@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from gpuguard.errors import ClaimError
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 
 
 class Named(Protocol):
@@ -72,13 +72,16 @@ def one_of(text: str, candidates: Iterable[T], uid: int) -> T | None:
     allowed = [candidate for candidate in named if uid in (0, candidate.uid)]
     if len(allowed) > 1:
         ids = ", ".join(map(full_id, allowed))
-        raise ClaimError(_("{text!r} could be {ids}: write one of these.").format(text=text, ids=ids))
-    if named and not allowed:
-        owner = named[0].user
-        others = "" if owner == "root" else _("{owner} and ").format(owner=owner)
         raise ClaimError(
-            _("{id} is {owner}'s: only {others}root can do that.").format(
-                id=named[0].short_id, owner=owner, others=others
+            sentence("claim.several", "{text} could be {ids}: write one of these.", text=repr(text), ids=ids)
+        )
+    if named and not allowed:
+        name, owner = named[0].short_id, named[0].user
+        raise ClaimError(
+            sentence("claim.of_root", "{id} is root's: only root can do that.", id=name)
+            if owner == "root"
+            else sentence(
+                "claim.of_another", "{id} is {owner}'s: only {owner} and root can do that.", id=name, owner=owner
             )
         )
     return allowed[0] if allowed else None

@@ -39,7 +39,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale import _
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import dumps, plain, sentence
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
@@ -80,6 +80,7 @@ _REQUESTS = frozenset({YIELD, STOP})
 _WORDS = frozenset({RELEASED, YIELD, STOP, REFUSED, ENDING})
 LONGEST = 400  # characters; a request has one reason, and it is for people
 READ_BYTES = 16_384  # from the end: a record has 4 KiB, a request less than 3
+REQUEST_BYTES = 3000  # beyond which a request has its reason as a text alone
 FULL_BYTES = 65_536
 
 _NOBODY = -1
@@ -277,8 +278,10 @@ class ReleaseRequest:
 
     def in_words(self) -> str:
         """Return ``"by root at 15:04: others wait"``."""
-        when = local_time(self.at, " at %H:%M") if self.at else ""
-        return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
+        by = sentence("release.by", "by {by}", by=self.by)
+        if self.at:
+            by = sentence("release.by_at", "by {by} at {time}", by=self.by, time=local_time(self.at, "%H:%M"))
+        return sentence("because", "{what}: {why}", what=by, why=self.why) if self.why else by
 
 
 def write_request(descriptor: int, request: ReleaseRequest) -> int:
@@ -298,11 +301,12 @@ def write_request(descriptor: int, request: ReleaseRequest) -> int:
         raise ClaimError(_("the record of this claim is full of release requests: end its processes instead."))
     content = {
         "what": request.what,
-        "by": request.by[:LONGEST],
-        "why": request.why if len(request.why) <= LONGEST else request.why[:LONGEST],
+        "by": _shortened(request.by),
+        "why": _shortened(request.why),
         "at_unix_seconds": round(request.at or time.time(), 3),
     }
-    line = b"\n" + dumps(content) + b"\n"
+    encoded = dumps(content)
+    line = b"\n" + (encoded if len(encoded) <= REQUEST_BYTES else dumps(plain(content))) + b"\n"
     if os.pwrite(descriptor, line, end) < len(line):
         raise OSError(errno.ENOSPC, "no space left for a release request")
     return end + len(line)
@@ -352,10 +356,14 @@ def _decode_request(line: bytes) -> ReleaseRequest | None:
     at = fields.get("at", 0.0)
     return ReleaseRequest(
         fields["what"],
-        by=fields.get("by", "")[:LONGEST],
-        why=fields.get("why", "")[:LONGEST],
+        by=_shortened(fields.get("by", "")),
+        why=_shortened(fields.get("why", "")),
         at=float(at) if 0 <= at < 2**40 else 0.0,
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else text[:LONGEST]
 
 
 def slot_names(uuid: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import local_time
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DENIED: Final = "denied"
 QUARANTINED: Final = "quarantined"
 KEPT, SET_BACK = "kept", "set-back"
-ADMINISTRATOR = "the administrator"
+ADMINISTRATOR = sentence("by.administrator", "the administrator")
 # Folder -> where the copies of its denied and quarantined lie.  Each copy belongs to the user who writes it.
 COPIES = {ADMIN_DIRECTORY: "/var/lib/gpuguard-admin", f"{ADMIN_DIRECTORY}/{NAME}": "/var/lib/gpuguard"}
 MAX_BYTES = 512 * 1024
@@ -126,13 +126,33 @@ def restriction_files(directory: LockDirectory) -> tuple[str, ...]:
 
 def denial_text(restriction: Restriction) -> str:
     """Return ``"new claims of bob are denied by the administrator until 11-20 20:15: too many jobs"``."""
-    user = neutralise(restriction.user or f"uid {restriction.name}")
-    return f"new claims of {user} are denied {_decision(restriction)}"
+    user, by = neutralise(restriction.user or f"uid {restriction.name}"), neutralise(restriction.by)
+    if restriction.until is None:
+        denied = sentence("restriction.denied", "new claims of {user} are denied by {by}", user=user, by=by)
+    else:
+        denied = sentence(
+            "restriction.denied_until",
+            "new claims of {user} are denied by {by} until {time}",
+            user=user,
+            by=by,
+            time=local_time(restriction.until, "%m-%d %H:%M"),
+        )
+    return _with_reason(denied, restriction.reason)
 
 
 def quarantine_text(restriction: Restriction) -> str:
     """Return ``"quarantined by the administrator: XID 79, being replaced"``."""
-    return f"quarantined {_decision(restriction)}"
+    by = neutralise(restriction.by)
+    if restriction.until is None:
+        quarantined = sentence("restriction.quarantined", "quarantined by {by}", by=by)
+    else:
+        quarantined = sentence(
+            "restriction.quarantined_until",
+            "quarantined by {by} until {time}",
+            by=by,
+            time=local_time(restriction.until, "%m-%d %H:%M"),
+        )
+    return _with_reason(quarantined, restriction.reason)
 
 
 def change(
@@ -182,7 +202,10 @@ def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> No
         and (restriction.until is None or restriction.until > before.until)
     )
     if longer:
-        restrictions[restriction.name] = replace(restriction, reason=restriction.reason[:MAX_REASON])
+        is_long = len(restriction.reason) > MAX_REASON
+        restrictions[restriction.name] = (
+            replace(restriction, reason=restriction.reason[:MAX_REASON]) if is_long else restriction
+        )
 
 
 def to_json(restriction: Restriction) -> dict[str, str | float | None]:
@@ -199,11 +222,8 @@ def to_json(restriction: Restriction) -> dict[str, str | float | None]:
     }
 
 
-def _decision(restriction: Restriction) -> str:
-    until = restriction.until
-    when = "" if until is None else local_time(until, " until %m-%d %H:%M")
-    reason = f": {neutralise(restriction.reason)}" if restriction.reason else ""
-    return f"by {neutralise(restriction.by)}{when}{reason}"
+def _with_reason(decision: str, reason: str) -> str:
+    return sentence("because", "{what}: {why}", what=decision, why=neutralise(reason)) if reason else decision
 
 
 def _folders(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:

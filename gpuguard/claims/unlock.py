@@ -35,6 +35,7 @@ from gpuguard.device_state import Processes, claim_of, device_title, may_compute
 from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.procfs import catches, process_facts, start_time, uid_behind
 from gpuguard.sanitize import neutral_command
@@ -76,10 +77,14 @@ def computing_under(
     for uuid in claim.devices:
         parts = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
         if not parts:
-            return (), "the driver does not show one of its GPUs"
+            return (), sentence("claim.gpu_missing", "the driver does not show one of its GPUs")
         for device in parts:
             if device.processes is None or not device.processes_plausible:
-                return (), f"the driver gives no list of the processes on {device_title(device)} that could be believed"
+                return (), sentence(
+                    "claim.processes_unknown",
+                    "the driver gives no list of the processes on {gpu} that could be believed",
+                    gpu=device_title(device),
+                )
             for process in [process for process in device.processes if may_compute(process, device)]:
                 if not process.uid or process.uid == owner or claim_of(process, (claim,), facts):
                     users[process.pid] = process
@@ -91,18 +96,25 @@ def in_use(claim: ClaimRecord, snapshot: Snapshot) -> str | None:
     snapshot = replace(snapshot, claims=(claim,))
     users, unknown = computing_under(claim, snapshot, process_facts(snapshot))
     if unknown:
-        return f"whether it is used cannot be seen: {unknown}"
-    return ", ".join(computing_text(process, snapshot.clock) for process in users) or None
+        return sentence("claim.use_unknown", "whether it is used cannot be seen: {unknown}", unknown=unknown)
+    return all_of([computing_text(process, snapshot.clock) for process in users], ", ") or None
 
 
 def computing_text(process: GpuProcess, clock: float) -> str:
     """Return ``"pid 4711 (python train.py) computes for 3h12m with 10GiB"``; *clock* is CLOCK_BOOTTIME."""
     started = process.start_time if process.start_time is not None else start_time(process.pid)
-    since = f" for {format_duration(round(clock - started))}" if started is not None else ""
-    memory = f" with {format_bytes(process.memory_used)}" if process.memory_used is not None else ""
     command = neutral_command(process.command, brief=True) if process.command else ""
     shortened = command if len(command) <= COMMAND_CHARACTERS else f"{command[:COMMAND_CHARACTERS]}..."
-    return f"pid {process.pid}{f' ({shortened})' if command else ''} computes{since}{memory}"
+    text = sentence("process.pid", "pid {pid}", pid=process.pid)
+    if command:
+        text = sentence("process.pid_of_command", "pid {pid} ({command})", pid=process.pid, command=shortened)
+    text = sentence("process.computes", "{process} computes", process=text)
+    if started is not None:
+        duration = format_duration(round(clock - started))
+        text = sentence("process.for_time", "{computes} for {time}", computes=text, time=duration)
+    if process.memory_used is None:
+        return text
+    return sentence("process.with_memory", "{text} with {memory}", text=text, memory=format_bytes(process.memory_used))
 
 
 @contextmanager
@@ -116,7 +128,13 @@ def lock_handle(directory: LockDirectory, claim: ClaimRecord) -> Iterator[LockHa
     path = record_path(directory, claim.uid, claim.id)
     named, granted = _descriptors_of(path, claim.uid), _granted_locks(directory, claim)
     if named is None and not granted:
-        raise ClaimError(f"the claim {claim.id} has ended, or it has no record: end its processes instead.")
+        raise ClaimError(
+            sentence(
+                "claim.no_record",
+                "the claim {id} has ended, or it has no record: end its processes instead.",
+                id=claim.id,
+            )
+        )
     borrowed: list[int] = []
     try:
         try:
@@ -230,10 +248,21 @@ def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int],
         return replace(handle, locks=tuple(locks))
     if hangs(claim.uid):
         raise ClaimError(
-            f"an open file of {claim.user}'s does not answer while the locks of the claim {claim.id} are looked for: "
-            "end its processes instead."
+            sentence(
+                "claim.file_hangs",
+                "an open file of {user}'s does not answer while the locks of the claim {id} are looked for: end its "
+                "processes instead.",
+                user=claim.user,
+                id=claim.id,
+            )
         )
-    raise ClaimError(f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again.")
+    raise ClaimError(
+        sentence(
+            "claim.locks_not_open",
+            "no process has the locks of the claim {id} open: it is just ending.  Look again.",
+            id=claim.id,
+        )
+    )
 
 
 def _locked_inodes(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
@@ -302,7 +331,11 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
             if not os.path.exists(f"/proc/{pid}"):
                 return None
             raise ClaimError(
-                f"a file that the claim {claim.id} names as its own does not answer: end its processes instead."
+                sentence(
+                    "claim.lock_hangs",
+                    "a file that the claim {id} names as its own does not answer: end its processes instead.",
+                    id=claim.id,
+                )
             )
     if isinstance(outcomes[0], NotPermitted):
         raise outcomes[0]
@@ -329,5 +362,7 @@ def _getfd(pidfd: int, number: int) -> int:
     if descriptor >= 0:
         return descriptor  # close-on-exec: the kernel makes it so
     if (code := ctypes.get_errno()) in (errno.EPERM, errno.EACCES):
-        raise NotPermitted("the kernel does not let you look into the processes of this claim.")
+        raise NotPermitted(
+            sentence("claim.not_permitted", "the kernel does not let you look into the processes of this claim.")
+        )
     raise OSError(code, os.strerror(code))

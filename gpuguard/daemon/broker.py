@@ -38,6 +38,7 @@ from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.files import close_all
+from gpuguard.locale.messages import Sentence, all_of, nsentence, sentence
 from gpuguard.model import MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
@@ -56,11 +57,13 @@ from gpuguard.queue.tickets import (
 )
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
-from gpuguard.units import format_count
 from gpuguard.users import accountable_uid, user_name
 
-CLAIMED = "claimed just now"
-PART_CLAIMED = "a part of the GPU, or the whole of it, is claimed"
+CLAIMED = sentence("claimed.now", "claimed just now")
+PART_CLAIMED = sentence("claimed.part", "a part of the GPU, or the whole of it, is claimed")
+SHARED = sentence("claimed.shared", "shared by others just now")
+THE_DAEMON = sentence("by.daemon", "the daemon")
+MOST = 600  # characters of the reason why a device is refused
 OFFER_SECONDS = 5.0  # a request that may start and was woken goes to the end of the queue if it has not claimed by then
 LEAST_SECONDS = 60.0  # of fair share that a grant costs for each device, however short it was
 SET_BACK_SECONDS = 3600.0  # how long it stays there; the second time within this, all requests of its user go there
@@ -109,8 +112,7 @@ class Broker:
         given, self._given, events = self._given, [], list[Event | None]()
         for ticket, devices, claim, since in given:
             if claim not in living and not has_started(self._directory, ticket.uid, since):
-                reason = f"gave {format_count(len(devices), 'GPU')} back that no process has held"
-                events.append(self._set_back(ticket, devices, reason, ""))
+                events.append(self._set_back(ticket, devices, gave_back=True))
         self._used -= {
             name for name in [*self._used] if not read_ticket(self._directory, int(name.partition(".")[0]), name)
         }
@@ -157,11 +159,10 @@ class Broker:
         self._offers = {name: now if now - began >= OFFER_SECONDS else began for name, began in since.items()}
         events = []
         for position in refused:
-            reason = f"did not claim {format_count(len(position.devices), 'GPU')} within {OFFER_SECONDS:.0f}s"
-            events.append(self._set_back(position.ticket, position.devices, reason, ", though they were offered to it"))
+            events.append(self._set_back(position.ticket, position.devices, gave_back=False))
         return [event for event in events if event]
 
-    def _set_back(self, ticket: Ticket, devices: tuple[str, ...], reason: str, more: str) -> Event | None:
+    def _set_back(self, ticket: Ticket, devices: tuple[str, ...], *, gave_back: bool) -> Event | None:
         """Record why the request is set back to the end; return the event, or None if it or its user already is."""
         now = time.time()
         user, before = str(ticket.owner), read_restrictions(self._directory, SET_BACK, now)
@@ -169,10 +170,11 @@ class Broker:
             return None
         again = any(restriction.user == user for restriction in before.values())
         name = user if again else ticket.id
-        restriction = Restriction(name, now, now + SET_BACK_SECONDS, reason, "the daemon", user)
+        words = {"count": nsentence("count.gpus", "{number} GPU", "{number} GPUs", len(devices)), "user": ticket.user}
+        words["time"] = f"{OFFER_SECONDS:.0f}s"
+        reason, message = (_gave_back if gave_back else _did_not_claim)(words, again)
+        restriction = Restriction(name, now, now + SET_BACK_SECONDS, reason, THE_DAEMON, user)
         change(self._directory, SET_BACK, lambda restrictions: restrictions.update({name: restriction}))
-        what = "all its requests go" if again else "it goes"
-        message = f"a request of {ticket.user} {reason}{more}: {what} to the end of the queue"
         facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
         return Event(
             time=now,
@@ -200,14 +202,20 @@ class Broker:
             GpuguardError: the request makes no sense.
         """
         if uid == identity.overflow_uid():
-            raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
+            raise GpuguardError(
+                sentence(
+                    "daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own."
+                )
+            )
         names, began = _device_names(message), time.monotonic()
         try:
             if message.get("inside") is not None:
                 return self._claim_inside(uid, names, str(message["inside"]))
             return self._claim(uid, names, message)
         except OSError as error:
-            raise GpuguardError(f"the daemon cannot give locks now: {error.strerror}.") from error
+            raise GpuguardError(
+                sentence("broker.no_locks_now", "the daemon cannot give locks now: {error}.", error=str(error.strerror))
+            ) from error
         finally:
             self._spent[accountable_uid(uid)] += time.monotonic() - began
 
@@ -219,7 +227,7 @@ class Broker:
     def _claim(self, uid: int, names: list[str], message: Mapping[str, Any]) -> Reply:
         ticket = self._ticket(uid, names, message)
         if not ticket.requests:
-            return _refusal(dict.fromkeys(names, "that is not what you wait for"))
+            return _refusal(dict.fromkeys(names, sentence("broker.other_wish", "that is not what you wait for")))
         refused = restrictions_against(self._directory, names, uid, time.time())
         if not refused:
             with Gate(self._directory):
@@ -229,7 +237,7 @@ class Broker:
             return _refusal(refused)
         snapshot, needed = self._sample(ticket.requests)
         if unknown := [name for name in names if snapshot.device(name) is None]:
-            return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
+            return _refusal(dict.fromkeys(unknown, sentence("driver.not_shown", "the driver does not show it")))
         # A request that cannot be met now is refused before the queue is read and planned, which costs others time.
         if refused := _unfit(names, ticket.requests, snapshot):
             return _refusal(refused)
@@ -243,7 +251,7 @@ class Broker:
         if not kept.keys().isdisjoint(names):
             return _refusal(kept)
         if not position.now or position.request is None:
-            turn = f"it is not your turn: {start_text(position, queue)}"
+            turn = sentence("broker.not_your_turn", "it is not your turn: {why}", why=start_text(position, queue))
             return {**_refusal(dict.fromkeys(names, turn)), "later": True}
         reply = self._grant(uid, names, position.request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
@@ -284,7 +292,7 @@ class Broker:
         if name := message.get("ticket"):
             own = read_ticket(self._directory, uid, str(name))
             if own is None:
-                raise GpuguardError("you have no such ticket in the queue.")
+                raise GpuguardError(sentence("broker.no_ticket", "you have no such ticket in the queue."))
             count, alone = len(names), self._directory.count("ticket.") == 1
             fitting = [
                 request for request in own.requests
@@ -294,7 +302,9 @@ class Broker:
         try:
             request = as_request(dict(message.get("conditions") or {}))
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"the conditions cannot be understood: {error}") from error
+            raise InvalidRequest(
+                sentence("broker.conditions", "the conditions cannot be understood: {error}", error=str(error))
+            ) from error
         own = new_ticket(
             [_for_devices(request, names, uid)],
             priority=int(_number(message, "priority", min(PRIORITIES.values()), max(PRIORITIES.values())) or 0),
@@ -308,7 +318,7 @@ class Broker:
         assert self._backend is not None
         fresh = self._backend.sample(fields_to_verify(request), names)
         if gone := set(names) - {device.uuid for device in fresh.devices}:
-            return dict.fromkeys(gone, "the driver does not show it any more")
+            return dict.fromkeys(gone, sentence("driver.not_shown_any_more", "the driver does not show it any more"))
         now = snapshot.updated(fresh)
         # All shares that hold locks are counted, so that of two that come at once neither is overlooked.
         sharing = sharing_beside(self._directory, now, names, locks) if request.share else {}
@@ -325,23 +335,62 @@ class Broker:
                 # A user who has a share, or a lock inside a claim, does not own the device.
                 whole = owned is not None and owned.memory is None and "." not in owned.claim
                 if not (owned and whole and (owned.uid, owned.claim) == (uid, outer)):
-                    raise GpuguardError("these GPUs are not yours by that claim.")
+                    raise GpuguardError(sentence("broker.not_yours", "these GPUs are not yours by that claim."))
             for name in names:
                 descriptor = lock_for(self._directory, f"{name}.nested", grant)
                 if descriptor is None:
-                    return _refusal({name: f"used by another command inside the claim {outer}"})
+                    why = sentence("claimed.inside", "used by another command inside the claim {id}", id=outer)
+                    return _refusal({name: why})
                 descriptors.append(descriptor)
             stack.pop_all()
         reply = GrantReply(grant.claim, tuple(f"{name}.nested" for name in names))
         return DescriptorReply(asdict(reply), tuple(descriptors))
 
 
+def _gave_back(words: Mapping[str, str], again: bool) -> tuple[Sentence, Sentence]:
+    """Return the reason for a restriction, and the message about it."""
+    return sentence("setback.gave_back", "gave {count} back that no process has held", **words), (
+        sentence(
+            "setback.gave_back_again",
+            "a request of {user} gave {count} back that no process has held: all its requests go to the end of the "
+            "queue",
+            **words,
+        )
+        if again
+        else sentence(
+            "setback.gave_back_once",
+            "a request of {user} gave {count} back that no process has held: it goes to the end of the queue",
+            **words,
+        )
+    )
+
+
+def _did_not_claim(words: Mapping[str, str], again: bool) -> tuple[Sentence, Sentence]:
+    return sentence("setback.did_not_claim", "did not claim {count} within {time}", **words), (
+        sentence(
+            "setback.did_not_claim_again",
+            "a request of {user} did not claim {count} within {time}, though they were offered to it: all its requests "
+            "go to the end of the queue",
+            **words,
+        )
+        if again
+        else sentence(
+            "setback.did_not_claim_once",
+            "a request of {user} did not claim {count} within {time}, though they were offered to it: it goes to the "
+            "end of the queue",
+            **words,
+        )
+    )
+
+
 def _device_names(message: Mapping[str, Any]) -> list[str]:
     names = message.get("devices")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidRequest("say which GPUs, by their uuids.")
+        raise InvalidRequest(sentence("broker.which", "say which GPUs, by their uuids."))
     if not 0 < len(names) <= MAX_DESCRIPTORS or len(set(names)) < len(names):
-        raise InvalidRequest(f"name 1 to {MAX_DESCRIPTORS} GPUs, each of them once.")
+        raise InvalidRequest(
+            sentence("broker.how_many", "name 1 to {most} GPUs, each of them once.", most=MAX_DESCRIPTORS)
+        )
     return names
 
 
@@ -354,7 +403,12 @@ def _for_devices(request: Request, names: Sequence[str], uid: int) -> Request:
 
 def _busy_event(uid: int, seconds: float) -> Event:
     user = user_name(uid)
-    message = f"requests of {user} for GPUs took {seconds:.0f}s of the last minute, so requests of others wait longer"
+    message = sentence(
+        "broker.busy",
+        "requests of {user} for GPUs took {time} of the last minute, so requests of others wait longer",
+        user=user,
+        time=f"{seconds:.0f}s",
+    )
     return Event(time=time.time(), kind="queue", outcome="busy", user=user, message=message, facts=(("uid", uid),))
 
 
@@ -370,11 +424,11 @@ def _unfit(
         if {device.uuid for device in choice.devices} == set(names):
             return {}
         refused = refused or {
-            refusal.device.uuid: "; ".join(reason.text for reason in refusal.reasons)
+            refusal.device.uuid: all_of(reason.text for reason in refusal.reasons)
             for refusal in choice.refused
             if refusal.device.uuid in names
         }
-    return refused or dict.fromkeys(names, "they cannot be had together")
+    return refused or dict.fromkeys(names, sentence("broker.not_together", "they cannot be had together"))
 
 
 def _number(message: Mapping[str, Any], key: str, least: float, most: float) -> float | None:
@@ -382,12 +436,12 @@ def _number(message: Mapping[str, Any], key: str, least: float, most: float) -> 
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise InvalidRequest(f"{key} is no number that makes sense.")
+        raise InvalidRequest(sentence("broker.no_number", "{field} is no number that makes sense.", field=key))
     return float(value)
 
 
 def _refusal(reasons: Mapping[str, str]) -> dict[str, Any]:
-    return {"refused": {name: why[:600] for name, why in reasons.items()}}
+    return {"refused": {name: why if len(why) <= MOST else why[:MOST] for name, why in reasons.items()}}
 
 
 def lock_all(
@@ -410,7 +464,7 @@ def lock_all(
                     locked.append(lock)
                     break
             else:
-                return (), {name: "it has no slot left" if to.memory else CLAIMED}
+                return (), {name: sentence("claimed.slots", "it has no slot left") if to.memory else CLAIMED}
         refused = conflicts(directory, snapshot, names, locked, shared=to.memory is not None)
         if not refused and to.memory is None:
             for name in names:
@@ -436,7 +490,7 @@ def conflicts(
         is_slot = lock != uuid
         for name in names:
             if uuid == name and not (is_slot and shared):
-                reasons[name] = "shared by others just now" if is_slot else CLAIMED
+                reasons[name] = SHARED if is_slot else CLAIMED
                 continue
             is_part = snapshot and _parent(snapshot, uuid, grant) == name
             is_whole = snapshot and _parent(snapshot, name, None) == uuid

@@ -26,6 +26,7 @@ from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.history import audit_log
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Event
 from gpuguard.procfs import catches, uid_of
 from gpuguard.queue.leader import flock_holder
@@ -132,7 +133,7 @@ def _end(directory: LockDirectory, holder: LockHolder, signum: int, meant: Ticke
         devices=devices,
         pid=holder.pid,
         claim=meant.short_id,
-        message=f"asked for by {user_name(by)}",
+        message=sentence("cancel.asked", "asked for by {user}", user=user_name(by)),
         facts=(("policy", by_hand.NAME), ("uid", meant.uid), ("by_uid", by)),
     )
     if not audit_log.append(event):

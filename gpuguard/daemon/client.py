@@ -20,7 +20,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import Sentence, dumps, sentence
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # including the end of the line
@@ -113,7 +113,9 @@ class EventRow:
         if word is None:
             return self
         # Such jobs take the text behind the last colon of a failed warning for the reason, and leave it out.
-        message = f"{self.message}: {self.outcome}" if self.outcome == "logged" else self.message
+        message = self.message
+        if self.outcome == "logged":
+            message = sentence("because", "{what}: {why}", what=str(message), why="logged")
         return replace(self, outcome=word, message=message, exact_outcome=self.outcome)
 
     def line(self) -> dict[str, Any]:
@@ -121,6 +123,8 @@ class EventRow:
         line = {"schema": 1, **asdict(self)}
         if exact := line.pop("exact_outcome"):
             line |= {"outcome": exact, "message": self.message and self.message.removesuffix(": logged")}
+            if exact == "logged" and isinstance(self.message, Sentence):
+                line["message"] = self.message.values.get("what")
         return line
 
 

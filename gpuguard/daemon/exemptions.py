@@ -19,6 +19,7 @@ from gpuguard.claims.restrictions import KEPT, MAX_REASON, MAX_RESTRICTIONS, Res
 from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Event, EventOutcome
 from gpuguard.notify.templates import LONGEST_KEEP
 from gpuguard.policies.policy import KEPT_SECONDS, KEPT_WITHIN, Kept, KeptMark, TimeSpan, seconds_within
@@ -60,12 +61,19 @@ class Exemptions:
         """Exempt what *uid* asks for.  Raises GpuguardError if it is refused."""
         seconds, longest = request.get("for_seconds"), MAX_SECONDS_OF_ROOT if uid == 0 else self.max_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise InvalidRequest("say for how long: --for 4h.")
+            raise InvalidRequest(sentence("keep.how_long", "say for how long: --for 4h."))
         if seconds > longest:
             raise InvalidRequest(
-                f"{format_duration(longest)} is the longest here: ask for less, and again when it is nearly over."
+                sentence(
+                    "keep.longest",
+                    "{time} is the longest here: ask for less, and again when it is nearly over.",
+                    time=format_duration(longest),
+                )
                 if longest
-                else "here no user can ask for that: the policy file says so.  Talk to the administrator."
+                else sentence(
+                    "keep.nobody",
+                    "here no user can ask for that: the policy file says so.  Talk to the administrator.",
+                )
             )
         owner, uuid = self._target(uid, request)
         reason = str(request.get("reason") or "")[:MAX_REASON]
@@ -78,7 +86,9 @@ class Exemptions:
         def add(exemptions: dict[str, Restriction]) -> None:
             before = exemptions.get(exemption.name)
             if uid != 0 and before and before.asked is None and before.holds(now):
-                raise GpuguardError("it is kept already, in all policies: see `gpuguard keep --list`.")
+                raise GpuguardError(
+                    sentence("keep.already", "it is kept already, in all policies: see `gpuguard keep --list`.")
+                )
             exemptions[exemption.name] = exemption
             if uid != 0:
                 exemptions[exemption.name] = replace(exemption, asked=(before.asked if before else None) or ())
@@ -89,10 +99,17 @@ class Exemptions:
                 if (other.user, other.by) == (user, exemption.by) and other.holds(now)
             ]
             if len(own) > MAX_PER_USER:
-                raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
+                raise GpuguardError(
+                    sentence(
+                        "keep.too_much",
+                        "there is too much that you keep: end some of it with `gpuguard keep --end`.",
+                    )
+                )
             # A user with user namespaces has 65536 uids without a name, which must not fill everybody's file.
             if len(exemptions) > MAX_RESTRICTIONS // 2 and exemption.by == str(uid):
-                raise GpuguardError(f"very much is kept here already, and uid {uid} has no name.")
+                raise GpuguardError(
+                    sentence("keep.nameless", "very much is kept here already, and uid {uid} has no name.", uid=uid)
+                )
 
         self._apply(change(self._directory, KEPT, add))
         self._log("kept", uid, exemption)
@@ -132,21 +149,32 @@ class Exemptions:
         self._changes = {user: moments for user, moments in recent.items() if moments}
         own = self._changes.setdefault(uid if user_name(uid) != str(uid) else NAMELESS, [])
         if len(own) >= MAX_CHANGES and uid != 0:
-            raise GpuguardError(f"that was {MAX_CHANGES} times within a minute: wait a little.")
+            raise GpuguardError(
+                sentence("keep.too_often", "that was {count} times within a minute: wait a little.", count=MAX_CHANGES)
+            )
         own.append(now)
 
     def _target(self, uid: int, request: Mapping[str, Any]) -> tuple[int | None, str | None]:
         """Return (uid or None for all users, uuid or None for all devices)."""
         wanted, device = request.get("uid"), request.get("device")
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted < 2**32):
-            raise InvalidRequest("that is no user.")
+            raise InvalidRequest(sentence("keep.no_user", "that is no user."))
         if uid == identity.overflow_uid():
-            raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
+            raise GpuguardError(
+                sentence(
+                    "daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own."
+                )
+            )
         if uid != 0 and wanted not in (None, uid):
-            raise GpuguardError("only root may do that for other users: run it with sudo.")
+            raise GpuguardError(sentence("keep.only_root", "only root may do that for other users: run it with sudo."))
         owner = wanted if uid == 0 else uid
         if owner is None and device is None:
-            raise InvalidRequest("root's own processes are never touched: say by --user or --device whom is meant.")
+            raise InvalidRequest(
+                sentence(
+                    "keep.of_root",
+                    "root's own processes are never touched: say by --user or --device whom is meant.",
+                )
+            )
         if device is None:
             return owner, None
         return owner, resolve([str(device)], self.devices(), "--device")[0]
@@ -216,9 +244,15 @@ def _refuse_too_much(spans: tuple[TimeSpan, ...], since: float, now: float, seco
         left = max(0.0, seconds + KEPT_SECONDS - seconds_within(spans, begin, end))
         oldest = min(max(begin, span[0]) for span in spans if span[1] > begin)
         raise GpuguardError(
-            f"no process or claim can be kept for more than {KEPT_SECONDS / 3600:.0f} h in {KEPT_WITHIN / 86400:.0f} "
-            f"days.  Now {format_duration(round(left))} is left, and more from "
-            f"{local_time(oldest + KEPT_WITHIN, '%m-%d %H:%M')} on."
+            sentence(
+                "keep.over_quota",
+                "no process or claim can be kept for more than {hours} h in {days} days.  Now {time} is left, and more "
+                "from {when} on.",
+                hours=f"{KEPT_SECONDS / 3600:.0f}",
+                days=f"{KEPT_WITHIN / 86400:.0f}",
+                time=format_duration(round(left)),
+                when=local_time(oldest + KEPT_WITHIN, "%m-%d %H:%M"),
+            )
         )
 
 

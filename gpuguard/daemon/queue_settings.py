@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.files import version_of
+from gpuguard.locale.messages import nsentence
 from gpuguard.model import EventOutcome
 from gpuguard.queue.settings import keep_last_good, read_queue_settings, settings_path
-from gpuguard.units import format_count
 
 RETRY_SECONDS = 60.0  # between two readings of a file with faults, because LDAP may be up by then
 
@@ -53,7 +53,15 @@ class QueueSettingsFile:
             except OSError as error:
                 self._report(f"{site.path} cannot be kept for the time when it has faults: {error}")
         first = site.faults[0].lines(site.path)[0] if site.faults else ""
-        said = f"{format_count(self.faults, 'fault')}, the first: {first}" if first else ""
+        said = ""
+        if first:
+            said = nsentence(
+                "faults.first",
+                "{number} fault, the first: {fault}",
+                "{number} faults, the first: {fault}",
+                self.faults,
+                fault=first,
+            )
         if said != self._said:
             self._say("refused" if said else "faults mended", said or None)
         self._said = said

@@ -35,6 +35,7 @@ from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
 
 ANSWER_SECONDS = 5.0  # `gpuguard run` looks at once when it is woken, and reads the driver before it answers
@@ -56,8 +57,10 @@ def releasable_claim(directory: LockDirectory, beginning: str, uid: int) -> Clai
     if claim := one_of(beginning, read_records(directory), uid):
         return claim
     raise ClaimError(
-        _("no claim has an id that begins with {beginning!r}.  `gpuguard release` shows yours.").format(
-            beginning=beginning
+        sentence(
+            "claim.none_begins",
+            "no claim has an id that begins with {beginning}.  `gpuguard release` shows yours.",
+            beginning=repr(beginning),
         )
     )
 
@@ -112,7 +115,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReques
             _(
                 "{refusal}  {refused}\nCall release() in the program itself, end it, or ask an administrator: "
                 "`sudo gpuguard release {id}`."
-            ).format(refusal=refusal, refused=refused, id=claim.id)
+            ).format(refusal=translated(str(refusal)), refused=translated(str(refused)), id=claim.id)
         ) from refused
     return BY_DAEMON
 

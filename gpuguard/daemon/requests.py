@@ -34,6 +34,7 @@ from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import decoded, events_path, facts_of, read_log, uids_of
 from gpuguard.jsonio import decode
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.action_kinds import PRIVATE
 from gpuguard.policies.engine import PolicyStatus
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 _EVENTS_BYTES = 2**15  # of a reply to `events`: it fits into the buffer of a socket
 _LOG_BYTES = 2**19  # of the log that are searched for it: about 1,500 lines
 _NOT_FOR_THE_OWNER = frozenset({"uids", "signature", "job", "launch", "clock_seconds", "boot"})
-_STATUS_BYTES = MAX_REQUEST_BYTES - 496  # for the rows of a reply to `status`: those that do not fit are counted
+# For the texts of the rows of a reply to `status`, whose messages come on top: those that do not fit are counted.
+_STATUS_BYTES = MAX_REQUEST_BYTES - 496
 
 Request = Mapping[str, Any]
 
@@ -76,19 +78,35 @@ def handle(context: RequestContext, uid: int, request: Request) -> Reply:
     name = request.get("do")
     handler = HANDLERS.get(name) if isinstance(name, str) else None
     if handler is None:
-        raise InvalidRequest(f"this daemon can be asked to {', '.join(HANDLERS)}.")
+        raise InvalidRequest(
+            sentence("daemon.can", "this daemon can be asked to {requests}.", requests=", ".join(HANDLERS))
+        )
     if name in ADMINISTRATION and not _is_administrator(uid):
-        raise GpuguardError("only root may ask for that: run it with sudo.")
+        raise GpuguardError(sentence("daemon.only_root", "only root may ask for that: run it with sudo."))
     # A field with a wrong name or with null may be a mistake, and it must not pass for a missing one, which means all.
     for field, value in request.items() if name in FIELDS else ():
         if field == "do":
             continue
         kinds = FIELDS[str(name)].get(field)
         if kinds is None:
-            takes = f"it takes {', '.join(FIELDS[str(name)]) or 'nothing'}"
-            raise InvalidRequest(f"{name} has no field {field[:40]!r}: {takes}.")
+            raise InvalidRequest(
+                sentence(
+                    "daemon.no_field",
+                    "{request} has no field {field}: it takes {fields}.",
+                    request=str(name),
+                    field=repr(field[:40]),
+                    fields=", ".join(FIELDS[str(name)]) or "nothing",
+                )
+            )
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not _BOOLEAN):
-            raise InvalidRequest(f"{field} must be {_WORDS[kinds]}; to mean none, leave it out.")
+            raise InvalidRequest(
+                sentence(
+                    "daemon.field_must_be",
+                    "{field} must be {what}; to mean none, leave it out.",
+                    field=field,
+                    what=_WORDS[kinds],
+                )
+            )
     return handler(context, uid, request)
 
 
@@ -100,15 +118,22 @@ def _is_administrator(uid: int) -> bool:
 def _release(context: RequestContext, uid: int, request: Request) -> Reply:
     claim = releasable_claim(context.directory, _name(request, "claim"), 0 if _is_administrator(uid) else uid)
     if claim.id != request.get("claim") or request.get("uid") not in (None, claim.uid):
-        raise ClaimError("write the whole id of the claim.")
+        raise ClaimError(sentence("release.whole_id", "write the whole id of the claim."))
     context.exemptions.count_change(uid)
     snapshot = context.snapshot()
     if boot_clock() - snapshot.clock > INTERVALS * context.interval():
-        raise ClaimError("the daemon does not see the GPUs now, so it is unknown whether they are used.  Try again.")
+        raise ClaimError(
+            sentence(
+                "release.blind",
+                "the daemon does not see the GPUs now, so it is unknown whether they are used.  Try again.",
+            )
+        )
     known = claim_named(snapshot.claims, claim.uid, claim.id) or claim
     processes, unknown = computing_under(known, snapshot, process_facts(snapshot))
     if processes or unknown:
-        raise ClaimError(unknown or f"pid {processes[0].pid} computes under it: end it first.")
+        raise ClaimError(
+            unknown or sentence("release.in_use", "pid {pid} computes under it: end it first.", pid=processes[0].pid)
+        )
     by, reason = user_name(uid), _reason(request)
     with lock_handle(context.directory, claim) as locks:
         event = Event(
@@ -122,18 +147,20 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
             facts=(("uid", claim.uid), ("asked_by_uid", uid)),
         )
         if not context.append(event):
-            raise GpuguardError("nothing can be written into the log, so nothing was done.")
+            raise GpuguardError(sentence("daemon.no_log", "nothing can be written into the log, so nothing was done."))
         try:
             actions.release_claim(locks, ReleaseRequest(RELEASED, by, reason))
         except OSError as error:
-            raise ClaimError(f"the claim cannot be released: {error.strerror}.") from error
+            raise ClaimError(
+                sentence("release.fails", "the claim cannot be released: {error}.", error=str(error.strerror))
+            ) from error
     return {"released": claim.id, "devices": len(claim.devices)}
 
 
 def _status(context: RequestContext, uid: int, request: Request) -> Reply:
     wanted = request.get("uid") if _is_administrator(uid) else uid
     if request.get("uid") not in (None, wanted):
-        raise GpuguardError("only root may see what concerns other users.")
+        raise GpuguardError(sentence("daemon.of_others", "only root may see what concerns other users."))
     findings = [status for status in context.status() if wanted is None or status.subject.uid == wanted]
     rows, left = [], _STATUS_BYTES
     for status in findings:
@@ -163,24 +190,32 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
         next=status.next,
         next_unix_seconds=None if status.due is None else round(status.due + boot, 1),
         enforce=status.enforce,
-        refused=status.refused[:MAX_REASON] if status.refused else None,
+        refused=_shortened(status.refused or "") or None,
         harm=status.harm,
         harm_unix_seconds=None if status.harm_due is None else round(status.harm_due + boot, 1),
         device_label=device.label if device else None,
         rule=status.rule or None,
-        why=status.why[:MAX_REASON] or None,
+        why=_shortened(status.why) or None,
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON]
 
 
 def _events(context: RequestContext, uid: int, request: Request) -> Reply:
     """Return the newest lines of the log about the user who asks, as many as fit; none about others or messages."""
     if uid == identity.overflow_uid():
-        raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
+        raise GpuguardError(
+            sentence("daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own.")
+        )
     try:
         written = read_log(events_path(), _LOG_BYTES)
         about = deque((line for line in written if b'"uid": %d' % uid in line or b'"uids": "' in line), maxlen=500)
     except OSError as error:
-        raise GpuguardError(f"the log of the daemon cannot be read: {error.strerror}.") from error
+        raise GpuguardError(
+            sentence("daemon.log_unread", "the log of the daemon cannot be read: {error}.", error=str(error.strerror))
+        ) from error
     rows, left = list[EventRow](), _EVENTS_BYTES
     for line in reversed(decoded(about)[0]):
         if uid not in uids_of(line) or line.get("kind") in PRIVATE:
@@ -190,7 +225,7 @@ def _events(context: RequestContext, uid: int, request: Request) -> Reply:
             row = decode(EventRow, {**line, "facts": facts}).for_older_jobs()
         except ValueError:  # of another version
             continue
-        left -= len(json.dumps(asdict(row))) + 2
+        left -= len(dumps(asdict(row))) + 2
         if left < 0:
             break
         rows.append(row)
@@ -199,7 +234,7 @@ def _events(context: RequestContext, uid: int, request: Request) -> Reply:
 
 def _reload(context: RequestContext, uid: int, request: Request) -> Reply:
     if context.policy is None:
-        raise InvalidRequest("this daemon was started without a policy file.")
+        raise InvalidRequest(sentence("daemon.no_policy", "this daemon was started without a policy file."))
     file = load_in_time(context.policy)
     context.reload()  # even if it has faults: the daemon reports them, and keeps the last good one
     first = file.faults[0].lines(file.path)[0] if file.faults else None
@@ -209,7 +244,7 @@ def _reload(context: RequestContext, uid: int, request: Request) -> Reply:
 def _deny(context: RequestContext, uid: int, request: Request) -> Reply:
     target = request.get("uid")
     if target is None or not 0 < target < 2**32:
-        raise InvalidRequest("say which user, by uid; root cannot be denied anything.")
+        raise InvalidRequest(sentence("deny.whom", "say which user, by uid; root cannot be denied anything."))
     return _restrict(context, uid, request, DENIED, str(target), user_name(target))
 
 
@@ -229,7 +264,9 @@ def _restrict(
     """Set or end one restriction of a kind.  Only a quarantine, which has no *user*, may be set without an end."""
     seconds, now, ends = request.get("for_seconds"), time.time(), request.get("end") is True
     if not (0 < seconds <= MAX_SECONDS_OF_ROOT if seconds is not None else user is None or ends):
-        raise InvalidRequest("say for how long, in for_seconds: up to a year; or end: true.")
+        raise InvalidRequest(
+            sentence("restriction.how_long", "say for how long, in for_seconds: up to a year; or end: true.")
+        )
     until = None if seconds is None else now + seconds
     restriction = Restriction(name, now, until, _reason(request), user_name(uid), user)
     ended = 0
@@ -259,7 +296,12 @@ def _restrict(
 
 def _broker(context: RequestContext) -> Broker:
     if context.broker is None:
-        raise GpuguardError("this daemon gives no locks: it was started before they were made its own.  Restart it.")
+        raise GpuguardError(
+            sentence(
+                "broker.none",
+                "this daemon gives no locks: it was started before they were made its own.  Restart it.",
+            )
+        )
     return context.broker
 
 
@@ -270,7 +312,7 @@ def _reason(request: Request) -> str:
 def _name(request: Request, key: str) -> str:
     value = request.get(key)
     if not isinstance(value, str) or not value or "/" in value:
-        raise InvalidRequest(f"{key} is missing.")
+        raise InvalidRequest(sentence("daemon.field_missing", "{field} is missing.", field=key))
     return value
 
 
@@ -287,7 +329,12 @@ HANDLERS: Mapping[str, Callable[[RequestContext, int, Request], Reply]] = {
     "quarantine": _quarantine,
 }
 _TEXT, _INTEGER, _NUMBER, _BOOLEAN = (str,), (int,), (int, float), (bool,)
-_WORDS = {_TEXT: "a text", _INTEGER: "a whole number", _NUMBER: "a number", _BOOLEAN: "true or false"}
+_WORDS = {
+    _TEXT: sentence("field.text", "a text"),
+    _INTEGER: sentence("field.integer", "a whole number"),
+    _NUMBER: sentence("field.number", "a number"),
+    _BOOLEAN: sentence("field.boolean", "true or false"),
+}
 # The fields that each request takes besides `do`.  Those of claim are not listed, because the broker reads them and
 # because waiting jobs, including those of an older gpuguard, send null for the fields that they do not use.
 FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {

@@ -27,10 +27,11 @@ from queue import PriorityQueue
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, encoded, peer_uid, short_path
+from gpuguard.daemon.client import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, SO_PASSRIGHTS, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import loads
+from gpuguard.locale.messages import plain, sentence
 from gpuguard.users import accountable_uid
 
 MAX_ERROR = 600  # characters, which fit into a reply even when written out as \uXXXX
@@ -204,8 +205,10 @@ class SocketServer:
         reply = self._reply_to(client.uid, request)
         content, descriptors = (reply.content, reply.descriptors) if isinstance(reply, DescriptorReply) else (reply, ())
         try:
+            if len(line := encoded(content)) > MAX_REPLY_BYTES:
+                line = encoded(plain(content))
             # It fits into the socket's buffer, so a client that does not read it holds up nothing.
-            socket.send_fds(client.connection, [encoded(content)], descriptors, socket.MSG_NOSIGNAL)
+            socket.send_fds(client.connection, [line], descriptors, socket.MSG_NOSIGNAL)
         except OSError:
             return  # the client has gone, so only we have the descriptors
         finally:
@@ -218,11 +221,13 @@ class SocketServer:
         try:
             reply = self._handle(uid, request)
         except GpuguardError as error:
-            return {"ok": False, "error": str(error)[:MAX_ERROR]}
+            text = str(error)
+            return {"ok": False, "error": text if len(text) <= MAX_ERROR else text[:MAX_ERROR]}
         except Exception:  # noqa: BLE001  a request that finds a fault of ours must not be the last that is handled
             kind, value, traceback = sys.exc_info()
             threading.excepthook(threading.ExceptHookArgs((kind, value, traceback, threading.current_thread())))
-            return {"ok": False, "error": "a fault inside the daemon, which its log shows."}
+            fault = sentence("daemon.fault", "a fault inside the daemon, which its log shows.")
+            return {"ok": False, "error": fault}
         if isinstance(reply, DescriptorReply):
             return DescriptorReply({"ok": True, **reply.content}, reply.descriptors)
         return {"ok": True, **reply}
@@ -273,12 +278,14 @@ def _receive_without_files(connection: socket.socket, most: int) -> bytes | None
 def _decoded(line: bytes) -> dict[str, Any] | str:
     """Return the request in *line*, or say in words why it is none."""
     if len(line) > MAX_REQUEST_BYTES:
-        return f"a request has at most {MAX_REQUEST_BYTES} bytes."
+        return sentence("request.too_long", "a request has at most {most} bytes.", most=MAX_REQUEST_BYTES)
     try:
-        request = loads(line)
+        request = plain(loads(line))  # only our own texts are sentences
     except ValueError:
         request = None
     if not isinstance(request, dict):
-        return "a request is one line with one JSON object."
+        return sentence("request.none", "a request is one line with one JSON object.")
     # A value that cannot be looked up in a table would end the thread that listens.
-    return request if isinstance(request.get("do", ""), str) else 'a request says what to "do", in one word.'
+    if isinstance(request.get("do", ""), str):
+        return request
+    return sentence("request.no_word", 'a request says what to "do", in one word.')

@@ -37,6 +37,7 @@ from gpuguard.files import version_of, write_file
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
+from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Event, EventKind, EventOutcome, Snapshot
 from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.targets import Email
@@ -57,7 +58,7 @@ from gpuguard.source import (
     read_last_state,
     write_state,
 )
-from gpuguard.units import format_count, local_time
+from gpuguard.units import local_time
 from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
@@ -164,8 +165,8 @@ class Daemon:
         self._faults, self._read_at = 0, 0.0  # of the policy file
         self._last_good: PolicyFile | None = None
         self._state = os.path.dirname(store_path(directory))
-        self._unknown = ""  # names in the file that mean no user any more, as last reported
-        self._absent = ""  # names in the policies that mean no GPU here, as last reported
+        self._unknown: tuple[str, ...] = ()  # names in the file that mean no user any more, as last reported
+        self._absent: tuple[str, ...] = ()  # names in the policies that mean no GPU here, as last reported
         self._published, self._published_at = True, 0.0
         self._jobs_seen = JobsSeen()
         self._lost = 0, 0.0  # how many events the log could not take, and the time of the first
@@ -234,8 +235,8 @@ class Daemon:
             if self._settings.policy:
                 self._start()
             self._remember()
-            cut_off = "; the daemon before was killed, or the machine went down" if _was_cut_off() else ""
-            self._log("daemon", "started", self.status() + cut_off)
+            cut_off = sentence("daemon.cut_off", "the daemon before was killed, or the machine went down")
+            self._log("daemon", "started", all_of([self.status(), *([cut_off] if _was_cut_off() else [])]))
             self.watchdog.start()
             server = self.open_socket()
             open_metrics = self._open_metrics(open_metrics)
@@ -284,32 +285,50 @@ class Daemon:
         """Return the state of the daemon in one line, for `systemctl status`."""
         if number := len(self.watchdog.policies):
             switches = self._settings.enforce, any(policy.enforce for policy in self.watchdog.policies)
-            what = f"{format_count(number, 'policy', 'policies')}, {'enforcing' if all(switches) else 'dry run'}"
-            if any(switches) and not all(switches):
-                what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
-            what += ", but not against other users" if self._lacking else ""
-            what += f"; {trouble}" if (trouble := self.unguarded()) else ""
+            what = (
+                nsentence("daemon.enforcing", "{number} policy, enforcing", "{number} policies, enforcing", number)
+                if all(switches)
+                else nsentence("daemon.dry_run", "{number} policy, dry run", "{number} policies, dry run", number)
+            )
+            if switches == (True, False):
+                what = sentence("daemon.no_policy_enforces", "{status}: no policy has mode: enforce", status=what)
+            elif switches == (False, True):
+                what = sentence("daemon.enforce_missing", "{status}: --enforce is missing", status=what)
+            if self._lacking:
+                what = sentence("daemon.not_others", "{status}, but not against other users", status=what)
+        elif self._faults:
+            what = sentence("daemon.observing_faults", "observing only: the policy file has faults")
         else:
-            what = "observing only: " + ("the policy file has faults" if self._faults else "no policy file was named")
-        what += f"; the metrics are not served: {self._metrics_trouble}" if self._metrics_trouble else ""
-        return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
+            what = sentence("daemon.observing", "observing only: no policy file was named")
+        troubles = [self.unguarded() if number else None]
+        if reason := self._metrics_trouble:
+            troubles.append(sentence("daemon.no_metrics", "the metrics are not served: {reason}", reason=reason))
+        if problem := self.watchdog.problem:
+            troubles.append(sentence("driver.unresponsive", "driver unresponsive: {problem}", problem=problem))
+        return all_of([what, *filter(None, troubles)])
 
     @property
     def faults(self) -> int:
         """The number of faults in the policy file, including the names in it that mean no user or GPU here."""
-        unknown = [text for text in (self._unknown, self._absent) if text]
-        return self._faults + sum(len(text.split("; ")) for text in unknown)
+        return self._faults + len(self._unknown) + len(self._absent)
 
     def unguarded(self) -> str | None:
         """Return in words which parts of the policy file the daemon does not carry out, or None if there are none."""
         if not self._faults or not self._settings.policy:
-            return "; ".join(filter(None, (self._unknown, self._absent))) or None
+            return all_of((*self._unknown, *self._absent)) or None
         if not self.watchdog.policies:
-            return "the policy file has faults, and there is no earlier one: nothing is guarded"
+            return sentence(
+                "daemon.nothing_guarded",
+                "the policy file has faults, and there is no earlier one: nothing is guarded",
+            )
         good = self._last_good.policies if self._last_good else ()
         whole = sum(policy in good for policy in self.watchdog.policies)
-        changed = len(self.watchdog.policies) - whole
-        return f"the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn"
+        return sentence(
+            "daemon.last_good",
+            "the policy file has faults; policies of the last good one: {whole} in force, {changed} that only warn",
+            whole=whole,
+            changed=len(self.watchdog.policies) - whole,
+        )
 
     def _remember(self) -> None:
         """Recall past actions, so that the limits on signals hold across restarts.
@@ -369,7 +388,8 @@ class Daemon:
         except (GpuguardError, OSError) as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:
-            self._log("queue", "not tended", f"requests that never claim are not set back: {trouble}")
+            text = sentence("queue.not_tended", "requests that never claim are not set back: {error}", error=trouble)
+            self._log("queue", "not tended", text)
         self._trouble = trouble
 
     def _open_metrics(self, open_metrics: Callable[[], object] | None) -> Callable[[], object] | None:
@@ -395,10 +415,10 @@ class Daemon:
 
     def _look_for_devices(self) -> None:
         """Report once the devices that the policies name and this machine does not have."""
-        found = "; ".join(text for policy in self.watchdog.policies for text in absent(policy, self.last))
+        found = tuple(text for policy in self.watchdog.policies for text in absent(policy, self.last))
         if self.last.devices and found != self._absent:
             self._absent = found
-            self._log("policy", "devices unknown" if found else "devices known", found or None)
+            self._log("policy", "devices unknown" if found else "devices known", all_of(found) or None)
 
     def _start(self) -> PolicyFile:
         for capability in self._lacking:
@@ -420,14 +440,20 @@ class Daemon:
                 self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
-            self._log("policy", "refused", f"{format_count(len(file.faults), 'fault')}, the first: {first}", file)
+            text = nsentence(
+                "faults.first",
+                "{number} fault, the first: {fault}",
+                "{number} faults, the first: {fault}",
+                len(file.faults),
+                fault=first,
+            )
+            self._log("policy", "refused", text, file)
             if self._settings.last_good:
                 self._use_last_good(file, accounts)
             return file
-        unknown = "; ".join(file.gone)
-        if unknown != self._unknown:
-            self._unknown = unknown
-            self._log("policy", "names unknown" if unknown else "names known", unknown or None, file)
+        if file.gone != self._unknown:
+            self._unknown = file.gone
+            self._log("policy", "names unknown" if file.gone else "names known", all_of(file.gone) or None, file)
         if before:
             self._log("policy", "faults mended", file=file)
         if before or file.fingerprint != self._fingerprint or file.policies != self.watchdog.policies:
@@ -519,7 +545,13 @@ class Daemon:
         """Write *event* down, and let the users whom it is about know that there is something to read."""
         if self._lost[0]:
             number, since = self._lost
-            text = f"{format_count(number, 'event')} of {local_time(since, '%Y-%m-%d %H:%M:%S')} and later are missing"
+            text = nsentence(
+                "log.missing",
+                "{number} event of {time} and later are missing",
+                "{number} events of {time} and later are missing",
+                number,
+                time=local_time(since, "%Y-%m-%d %H:%M:%S"),
+            )
             again = Event(time=time.time(), kind="log", outcome="writable again", message=text)
             if self._append(again):
                 self._lost = 0, 0.0

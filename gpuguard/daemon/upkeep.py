@@ -14,6 +14,7 @@ from glob import glob
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.disk_room import SCARCE, room_for_records
 from gpuguard.claims.holders import inode_of, takers_of
+from gpuguard.locale.messages import sentence
 from gpuguard.model import EventKind, EventOutcome
 from gpuguard.users import user_name
 
@@ -68,12 +69,18 @@ class ClaimUpkeep:
         plenty = room.f_ffree >= (1 - SCARCE) * room.f_files and room.f_bavail >= (1 - SCARCE) * room.f_blocks
         if plenty or not own:
             return {}
-        text = "records and tickets have little room left: "
-        return {"room": self._told.get("room") or ("no room", text + room_for_records(self._directory).in_words())}
+        if told := self._told.get("room"):
+            return {"room": told}
+        words = room_for_records(self._directory).in_words()
+        text = sentence("room.little", "records and tickets have little room left: {room}", room=words)
+        return {"room": ("no room", text)}
 
 
 def _kept(path: str, pid: int) -> tuple[EventOutcome, str]:
-    taker = f"pid {pid}"
+    taker = sentence("process.pid", "pid {pid}", pid=pid)
     with suppress(OSError):  # it has ended, and another process still has the lock open
-        taker += f" of {user_name(os.stat(f'/proc/{pid}').st_uid)}"
-    return "lock kept", f"{taker} keeps {path} locked, so every start is delayed"
+        user = user_name(os.stat(f"/proc/{pid}").st_uid)
+        taker = sentence("process.of_user", "pid {pid} of {user}", pid=pid, user=user)
+    return "lock kept", sentence(
+        "lock.kept", "{process} keeps {path} locked, so every start is delayed", process=taker, path=path
+    )

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from gpuguard import __version__
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.exposition import negotiated, prometheus_text
 from gpuguard.metrics.facts import MetricFacts
@@ -139,7 +140,14 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
-            raise InvalidRequest(f"{shown}:{port} cannot be had: {reason}.  Name another port.") from error
+            raise InvalidRequest(
+                sentence(
+                    "metrics.no_port",
+                    "{address} cannot be had: {reason}.  Name another port.",
+                    address=f"{shown}:{port}",
+                    reason=reason,
+                )
+            ) from error
         self.address = f"{shown}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
