@@ -39,7 +39,8 @@ from gpuguard.errors import (
     WaitTimeout,
     passing,
 )
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     HEALTH,
     IDLE_PROCESSES,
@@ -360,7 +361,7 @@ class Allocator:
                     divisible.add(lost.uuid)
                     snapshot = self._verify(request, snapshot, [lost.uuid], taken)
                 else:
-                    taken[lost.uuid] = _("claimed just now")
+                    taken[lost.uuid] = sentence("claimed.now", "claimed just now")
                 continue
             if unread := wanted - verified:
                 # Changes between the first sample and the lock show now, such as a foreign process or a lost device.
@@ -469,7 +470,7 @@ class Allocator:
         """Return *snapshot* with the devices *uuids* read again; one that the driver shows no more counts as taken."""
         fresh = self.backend.sample(fields_to_verify(request), uuids)
         for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
-            taken[uuid] = _("the driver does not show it any more")
+            taken[uuid] = sentence("driver.not_shown_any_more", "the driver does not show it any more")
         updated = snapshot.updated(fresh)
         if len(updated.devices) > len(snapshot.devices):  # there are instances that were not seen before
             taken.update(self._restricted(updated))
@@ -483,7 +484,7 @@ class Allocator:
             exclusive = [record for record in claims if not (request.share and record.slots)]
             return claims, claimed_by(exclusive, time.time())
         inner = locked_devices(self.directory, [f"{uuid}.nested" for uuid in uuids])
-        text = _("used by another command inside the claim {id}").format(id=self.outer.id)
+        text = sentence("claimed.inside", "used by another command inside the claim {id}", id=self.outer.id)
         return claims, {uuid: text for uuid in uuids if f"{uuid}.nested" in inner}
 
     def _restricted(self, snapshot: Snapshot) -> dict[str, str]:
@@ -521,7 +522,7 @@ class Allocator:
             self._queued.waiter.resign()
         error = waiting_error(
             self.requests[0].num_gpus,
-            _("what is free cannot be seen now, and is tried again: {why}").format(why=why.rstrip(".")),
+            _("what is free cannot be seen now, and is tried again: {why}").format(why=translated(why).rstrip(".")),
         )
         if self.on_wait:
             self.on_wait(error)

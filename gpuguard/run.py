@@ -48,6 +48,7 @@ from gpuguard.jobs.processes import (
     start,
 )
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, UTILIZATION, Event
 from gpuguard.policies.action_kinds import ENDING_ACTIONS
 
@@ -268,7 +269,7 @@ class JobSupervisor:
             self.tick()
         except (OSError, ClaimError, MemoryError) as fault:
             text = _("the claim and the limits of the job cannot be looked after now: {shortage}").format(
-                shortage=shortage(fault) or fault
+                shortage=shortage(fault) or translated(str(fault))
             )
             try:
                 if text not in self.reported:
@@ -353,7 +354,9 @@ class JobSupervisor:
             ending = line["kind"] in ENDING_ACTIONS and line["outcome"] == "about to"
             if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
                 policy = str(line["facts"].get("policy"))
-                return policy, f"ended by policy {policy} ({line['message']})"
+                return policy, sentence(
+                    "job.ended_by_policy", "ended by policy {policy} ({why})", policy=policy, why=line["message"]
+                )
         return None
 
     def family(self) -> dict[int, float]:
@@ -386,7 +389,7 @@ class JobSupervisor:
                 self.reported.add("driver")
                 self.notify(
                     _("the limits of the job cannot be kept as long as the driver does not answer: {fault}").format(
-                        fault=fault
+                        fault=translated(str(fault))
                     )
                 )
         self.sample_at = time.monotonic() + self.sample_every
@@ -460,7 +463,7 @@ class JobSupervisor:
         self.report_guard()
         policy, by_policy = self.ended_by() or (None, None)
         if by_policy:
-            self.notify(by_policy)
+            self.notify(translated(by_policy))
         status, die_of = self.final_status()
         drain = Drain(
             self.claim.devices,
@@ -478,7 +481,7 @@ class JobSupervisor:
             outcome = patiently(drain.wait_until_free)
             self.claim.release()
         except ClaimLost as lost:
-            self.notify(str(lost))
+            self.notify(translated(str(lost)))
             self.claim.release()
             outcome = "released"
         except StillInUse as left:
@@ -494,11 +497,9 @@ class JobSupervisor:
                     )
                 )
                 outcome = "interrupted"
-        why = (
-            _("ended by gpuguard run: {why}").format(why=translated(self.escalation.why))
-            if self.escalation.why
-            else None
-        )
+        why = None
+        if self.escalation.why:
+            why = sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
         ended = JobEnd(
             status=status,
             die_of=die_of,

@@ -21,7 +21,7 @@ from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, ope
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import write_file
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord
 
 _MAX_BYTES = 256
@@ -63,8 +63,11 @@ def lock_for(directory: LockDirectory, name: str, to: Grant) -> int | None:
         return _renewed(directory, name, json.dumps(content).encode() + b"\n")
     except OSError as error:
         raise LockDirectoryError(
-            _("{lock_path} cannot be made anew: {strerror}; the log of the daemon says why.").format(
-                lock_path=directory.lock_path(name), strerror=error.strerror
+            sentence(
+                "lock.not_anew",
+                "{lock_path} cannot be made anew: {strerror}; the log of the daemon says why.",
+                lock_path=directory.lock_path(name),
+                strerror=str(error.strerror),
             )
         ) from error
     finally:

@@ -38,7 +38,6 @@ from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
-from gpuguard.locale import _
 from gpuguard.locale.messages import dumps, plain, sentence
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
@@ -298,7 +297,12 @@ def write_request(descriptor: int, request: ReleaseRequest) -> int:
         end = MAX_BYTES  # of the record itself
         os.ftruncate(descriptor, end)
     if end > FULL_BYTES:
-        raise ClaimError(_("the record of this claim is full of release requests: end its processes instead."))
+        raise ClaimError(
+            sentence(
+                "claim.record_full",
+                "the record of this claim is full of release requests: end its processes instead.",
+            )
+        )
     content = {
         "what": request.what,
         "by": _shortened(request.by),

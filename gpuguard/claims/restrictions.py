@@ -25,7 +25,6 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY, NAME, DaemonFiles, LockDi
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale import N_, _
 from gpuguard.locale.messages import dumps, sentence
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
@@ -49,9 +48,10 @@ WRITE_SECONDS = 5.0  # for another writer to finish
 LATEST = 2**37  # unix time: one beyond the year 6000 is an error, and soon could not be shown as a date
 STEP_SECONDS = 1.0  # a smaller change of the clock is no step, because it is always adjusted a little
 
-_NOT_HERE = N_(
+_NOT_HERE = sentence(
+    "restriction.not_here",
     "without a directory of root's anybody could write this, so it would mean nothing.  "
-    "Run `sudo gpuguard setup` once, or name a directory with --dir."
+    "Run `sudo gpuguard setup` once, or name a directory with --dir.",
 )
 
 
@@ -167,7 +167,7 @@ def change(
         LockDirectoryError: this user or this directory cannot have restrictions, or there are too many.
     """
     if directory.owner is None:
-        raise LockDirectoryError(_(_NOT_HERE))
+        raise LockDirectoryError(_NOT_HERE)
     folders = _folders(directory, kind)
     writable = [files for files in folders if os.geteuid() in (0, files.owner)] or list(folders[:1])
     path = _path(writable[0], kind)
@@ -186,9 +186,16 @@ def change(
                 if os.path.lexists(_path(files, kind)):
                     os.unlink(_path(files, kind))
     except OSError as error:
-        root = "" if os.geteuid() == 0 else _("  Only the owner of the directory can: run it with sudo.")
+        why = str(error.strerror)
         raise LockDirectoryError(
-            _("{path} cannot be written: {strerror}.{root}").format(path=path, strerror=error.strerror, root=root)
+            sentence("restriction.not_written", "{path} cannot be written: {strerror}.", path=path, strerror=why)
+            if os.geteuid() == 0
+            else sentence(
+                "restriction.not_owner",
+                "{path} cannot be written: {strerror}.  Only the owner of the directory can: run it with sudo.",
+                path=path,
+                strerror=why,
+            )
         ) from error
     return restrictions
 
@@ -287,7 +294,12 @@ def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     content = dumps({**facts, "marks": entries}, indent=1)
     if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(
-            _("{path} would become too long: end some of what is {kind} first.").format(path=path, kind=kind)
+            sentence(
+                "restriction.too_long",
+                "{path} would become too long: end some of what is {kind} first.",
+                path=path,
+                kind=kind,
+            )
         )
     write_file(path, content, sync=True)
 
@@ -322,6 +334,11 @@ def _only_writer(folders: Sequence[DaemonFiles]) -> Iterator[None]:
             try:
                 held.enter_context(FileLock(path, timeout=max(0.0, deadline - time.monotonic())))
             except Timeout:
-                text = _("{path} is held by another command that does not end.  Try again.").format(path=path)
-                raise LockDirectoryError(text) from None
+                raise LockDirectoryError(
+                    sentence(
+                        "restriction.held",
+                        "{path} is held by another command that does not end.  Try again.",
+                        path=path,
+                    )
+                ) from None
         yield

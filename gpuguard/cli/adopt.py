@@ -25,12 +25,15 @@ from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of
 from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.jobs.adopt import ENDING, ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.procfs import uid_of
 from gpuguard.run import log_claim
 from gpuguard.views.text import json_text, put
 
 if TYPE_CHECKING:
     from gpuguard.model import EndOfClaim
+
+MOST_CHARACTERS = 980  # of pids in a line of the log
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +104,8 @@ def _become_owner(pids: list[int]) -> None:
 def _adopt(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
     with closing(backend_of(args)) as backend:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
-    log_claim("claim", "adopted", claim, f"adopted: pid {', '.join(map(str, family.members))}"[:1000])
+    pids = ", ".join(map(str, family.members))[:MOST_CHARACTERS]
+    log_claim("claim", "adopted", claim, sentence("claim.adopted", "adopted: pid {pids}", pids=pids))
     return claim, family
 
 

@@ -25,7 +25,8 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of, l
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _, translated
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
@@ -41,10 +42,10 @@ MOST_OF_ONE = 20  # claims of one user that root is shown: each user can have hu
 
 # How a claim was released, in words for people; the JSON keeps the words of version 0.1.
 _WAYS = {
-    release.BY_JOB: N_("by the gpuguard run of its job"),
-    release.FROM_HERE: N_("by this command"),
-    release.BY_DAEMON: N_("by the daemon"),
-    release.JOB_ENDED: N_("its job was ended"),
+    release.BY_JOB: sentence("released.by_job", "by the gpuguard run of its job"),
+    release.FROM_HERE: sentence("released.by_command", "by this command"),
+    release.BY_DAEMON: sentence("released.by_daemon", "by the daemon"),
+    release.JOB_ENDED: sentence("released.job_ended", "its job was ended"),
 }
 
 
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         put_json({"schema": 1, "claim": claim.id, **picked(claim, "uid", "devices"), "how": how})
     else:
         what = _("{count} of {user}").format(count=format_count(len(claim.devices), "GPU"), user=neutralise(claim.user))
-        put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=_(_WAYS[how]))])
+        put([_("released: the claim {id}, {what}, {how}.").format(id=claim.id, what=what, how=translated(_WAYS[how]))])
     return 0
 
 
@@ -103,7 +104,9 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
 
 def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
-    message = f"{_WAYS[how]}: {args.reason}" if args.reason else _WAYS[how]
+    message = _WAYS[how]
+    if args.reason:
+        message = sentence("because", "{what}: {why}", what=message, why=args.reason)
     event = Event(
         time=time.time(),
         kind="release",

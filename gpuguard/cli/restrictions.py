@@ -15,6 +15,7 @@ from typing import Literal
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import (
+    ADMINISTRATOR,
     DENIED,
     MAX_REASON,
     QUARANTINED,
@@ -38,6 +39,7 @@ from gpuguard.cli.reserve import parse_when
 from gpuguard.device_state import device_title, model_name
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import MODEL, Device, Event
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
@@ -143,12 +145,19 @@ def _change(
     """Make or end the restriction of *name*, log an event about it, and show all restrictions of its kind."""
     kind: Literal["denied", "quarantined"] = DENIED if command == "deny" else QUARANTINED
     now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
-    administrator = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
+    owner = sentence("by.directory_owner", "the owner of the directory")
     until = None if seconds is None else now + seconds
     begins = parse_when(args.from_, now) if getattr(args, "from_", None) else None
     until = until if begins is None or seconds is None else begins + seconds
     restriction = Restriction(
-        name, now, until, reason, administrator, user, begins=begins, until_reboot=args.until_reboot
+        name,
+        now,
+        until,
+        reason,
+        owner if os.geteuid() else ADMINISTRATOR,
+        user,
+        begins=begins,
+        until_reboot=args.until_reboot,
     )
     ended = list[Restriction]()
 
@@ -239,5 +248,5 @@ def line_of(restriction: Restriction, now: float, title: str | None = None) -> s
         left += "" if until is None else _(" to {time}").format(time=local_time(until, "%m-%d %H:%M"))
     left += _(", until the next boot") if restriction.until_reboot else ""
     reason = f": {translated(restriction.reason)}" if restriction.reason else ""  # a policy's, or free words
-    by = translated(restriction.by) if " " in restriction.by else restriction.by  # one word is a user's name
+    by = translated(restriction.by)
     return neutralise(_("{what}  {left}  by {by}{reason}").format(what=what, left=left, by=by, reason=reason))

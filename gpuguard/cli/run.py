@@ -34,7 +34,7 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import exists_in_place
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
@@ -149,8 +149,9 @@ def main(args: argparse.Namespace) -> int:
     try:
         claim = wait_for_claim(args, backend, directory, requests, details, wait, log)
     except GpuguardError as error:
-        log.only_in_file(_("not started: {error}").format(error=error))
-        report.not_started(str(error))
+        text = translated(str(error))
+        log.only_in_file(_("not started: {error}").format(error=text))
+        report.not_started(text)
         raise
     if claim.warning:
         log.warn(claim.warning)
@@ -188,7 +189,7 @@ def main(args: argparse.Namespace) -> int:
 
     ended = run(command, claim, backend, settings, later=later, notify=log.warn)
     if ended.outcome == "could not be started":
-        report.not_started(str(ended.why), ended)
+        report.not_started(translated(str(ended.why)), ended)
     else:
         report.ended(claim, ended)
     backend.close()

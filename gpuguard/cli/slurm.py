@@ -38,6 +38,8 @@ from gpuguard.clusters.slurm import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs import adopt, slurm_claim
+from gpuguard.jsonio import loads
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, SignalName
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
@@ -48,6 +50,7 @@ from gpuguard.views.text import put
 PLACE = "/etc/slurm"
 SCRIPTS = {"prolog": "Prolog", "epilog": "Epilog", "task-prolog": "TaskProlog"}
 
+MOST_CHARACTERS = 1000  # of a line in the log
 KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start
 # Slurm starts such a job again as soon as slurmd may forget the order to end it, counted from just before the epilog;
 # but slurmd looks for what to forget only every 2 s.  If the job started in between, its prolog would count as already
@@ -165,12 +168,15 @@ def _prolog(args: argparse.Namespace) -> int:
         os.close(report)
         _hold(args, given, wait, tells)
     os.close(tells)
-    with os.fdopen(report, encoding="utf-8") as file:
-        reason = file.read()
-    if reason == "!":
+    with os.fdopen(report, "rb") as file:
+        answer = file.read()
+    if answer == b"!":
         return 0
     os.waitpid(holder, 0)
-    reason = " ".join((reason or "the process that should hold its claim ended").split())
+    reason: str = sentence("slurm.no_holder", "the process that should hold its claim ended")
+    if answer:
+        reason = loads(answer)["why"]
+        reason = " ".join(reason.split()) if "\n" in reason else reason
     outcome, was_put_back = _put_back(given, reason)
     print(f"gpuguard: job {given.job} does not start here: {reason} ({outcome}).", file=sys.stderr)
     time.sleep(KILLED_SECONDS)
@@ -182,10 +188,11 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
     try:
         claim = _claimed(args, given, wait)
         woken, wake = adopt.wake_pipe((*adopt.ENDING, slurm_claim.WAKING))
-        _log("claim", "slurm job", given, f"job {given.job} has GPUs {','.join(given.gpus)} of this node", claim)
+        text = sentence("slurm.has", "job {job} has GPUs {gpus} of this node", job=given.job, gpus=",".join(given.gpus))
+        _log("claim", "slurm job", given, text, claim)
         os.write(tells, b"!")
     except GpuguardError as error:
-        os.write(tells, str(error).encode())
+        os.write(tells, dumps({"why": str(error)}))
         os._exit(1)
     adopt.detach({*claim.pass_fds, woken, wake})
     outcome = slurm_claim.hold(claim, given, woken)
@@ -226,7 +233,9 @@ def _task_prolog(args: argparse.Namespace) -> int:
     claim = slurm_claim.claim_of_job(directory_of(args), given)
     if claim is None:
         # Another job may have the GPUs, because no prolog ran or the claim was taken away.
-        reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
+        reason = sentence(
+            "slurm.not_claimed", "the GPUs of job {job} are not claimed for it, so nothing starts on them", job=job
+        )
         outcome, _ = _put_back(given, reason)
         print(f"print gpuguard: {reason} ({outcome}).")
         return 1
@@ -264,7 +273,7 @@ def _log(
         devices=devices,
         pid=None,
         claim=given.claim,
-        message=message[:1000],
+        message=message if len(message) <= MOST_CHARACTERS else message[:MOST_CHARACTERS],
         facts=facts,
     )
     euid = os.geteuid()

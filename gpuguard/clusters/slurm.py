@@ -18,6 +18,7 @@ from typing import Literal
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import OVER, SECONDS, SlurmReply, run_slurm
 from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
 from gpuguard.procfs import read_proc, uid_behind
 
@@ -87,11 +88,24 @@ def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, 
     for gpu in gpus:
         if gpu not in named:
             shown = ", ".join(sorted(name for name in named if name.isdecimal())) or "none"
-            raise ClaimError(f"Slurm's GPU {gpu} is none of the driver's ({shown}): do gres.conf and machine agree?")
+            raise ClaimError(
+                sentence(
+                    "slurm.no_gpu",
+                    "Slurm's GPU {gpu} is none of the driver's ({gpus}): do gres.conf and machine agree?",
+                    gpu=gpu,
+                    gpus=shown,
+                )
+            )
         found.append(named[gpu])
     divided = {device.parent_uuid for device in devices}
     if whole_one := next((device for device in found if device.uuid in divided), None):
-        raise ClaimError(f"GPU {whole_one.index} is divided into MIG instances, and Slurm does not say which it means.")
+        raise ClaimError(
+            sentence(
+                "slurm.divided",
+                "GPU {index} is divided into MIG instances, and Slurm does not say which it means.",
+                index=whole_one.index,
+            )
+        )
     return tuple(found)
 
 
@@ -167,15 +181,18 @@ def job_of(pids: Sequence[int]) -> str | None:
 def against_cancelling(job: str | None, uid: int | None) -> str | None:
     """Return why the job must not be cancelled for what a user does, or None if it is theirs and runs."""
     if job is None:
-        return "it belongs to no Slurm job"
+        return sentence("slurm.no_job", "it belongs to no Slurm job")
     _, answer = job_status(job)
     if answer is None or answer.status:
-        return f"Slurm says nothing certain about job {job}: {answer.reason if answer else 'it does not answer'}"
+        reason = answer.reason if answer else sentence("slurm.silent", "it does not answer")
+        return sentence(
+            "slurm.uncertain", "Slurm says nothing certain about job {job}: {reason}", job=job, reason=reason
+        )
     # What users write into their jobs can only add to these values, and then no job is meant.
     if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
-        return f"job {job} is not the one of uid {uid}"
+        return sentence("slurm.of_another", "job {job} is not the one of uid {uid}", job=job, uid=str(uid))
     states = set(re.findall(r"(?:^|\s)JobState=(\w+)", answer.output))
-    return None if states == {"RUNNING"} else f"job {job} does not run"
+    return None if states == {"RUNNING"} else sentence("slurm.not_running", "job {job} does not run", job=job)
 
 
 def cancel(job: str) -> str | None:
@@ -183,8 +200,20 @@ def cancel(job: str) -> str | None:
     word, known = job_status(job)
     answer = run_slurm("scancel", word) if known and not known.status else None
     if answer is None:
-        return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
-    return f"scancel fails ({answer.reason}): try `scancel {word}` by hand" if answer.status else None
+        return sentence(
+            "slurm.not_callable",
+            "Slurm cannot be called, or does not answer in {seconds} s: try `scancel {job}` by hand",
+            seconds=f"{SECONDS:.0f}",
+            job=word,
+        )
+    if not answer.status:
+        return None
+    return sentence(
+        "slurm.scancel_fails",
+        "scancel fails ({reason}): try `scancel {job}` by hand",
+        reason=answer.reason,
+        job=word,
+    )
 
 
 def contains() -> bool:
@@ -233,7 +262,9 @@ def jobs() -> tuple[Queued, ...] | str:
     columns = ",".join(f"{name}:{width}" for name, width in _COLUMNS.items())
     answer = run_slurm("squeue", "-h", "-a", "-O", columns, seconds=QUEUE_SECONDS)
     if answer is None or answer.status:
-        return (answer.fault.splitlines() or ["it fails"])[-1] if answer else f"no answer in {QUEUE_SECONDS:.0f}s"
+        if answer is None:
+            return sentence("slurm.no_answer", "no answer in {time}", time=f"{QUEUE_SECONDS:.0f}s")
+        return (answer.fault.splitlines() or [sentence("slurm.fails", "it fails")])[-1]
     return tuple(job for line in answer.output.split("\n") if (job := _job(line.encode())))
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
@@ -179,7 +180,8 @@ class SlurmReply:
     @property
     def reason(self) -> str:
         """Why it failed: the first line of its error messages, made harmless."""
-        return neutralise(self.fault.partition("\n")[0]) or f"it ends with {self.status}"
+        first = neutralise(self.fault.partition("\n")[0])
+        return first or sentence("slurm.ends_with", "it ends with {status}", status=self.status)
 
 
 def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:

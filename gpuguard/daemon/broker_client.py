@@ -142,7 +142,7 @@ def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
             _(
                 "{error}.  It alone gives the GPUs of this machine, so nothing can be claimed until it runs; "
                 "what is claimed already stays claimed."
-            ).format(error=str(error).rstrip("."))
+            ).format(error=translated(str(error)).rstrip("."))
         )
     return ClaimError(str(error))
 
@@ -168,7 +168,7 @@ def _checked_locks(
             for descriptor, path in zip(descriptors, paths, strict=False):
                 fault = fault or _fault_of_lock(directory, descriptor, path)
         except GpuguardError as error:
-            fault = str(error)
+            fault = translated(str(error))
         if fault:
             raise ClaimError(
                 _("what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.").format(
@@ -188,7 +188,7 @@ def _fault_of_reply(reply: GrantReply, devices: Sequence[Device], received: int,
     for device, name in zip(devices, reply.locks, strict=True):
         allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
         if name not in allowed:
-            return _("{name} is no lock of {gpu}").format(name=name[:80], gpu=device_title(device))
+            return _("{name} is no lock of {gpu}").format(name=name[:80], gpu=translated(device_title(device)))
     return None
 
 

@@ -188,7 +188,7 @@ def adopt(
             if device.uuid in restrictions:
                 raise ClaimError(
                     _("{gpu} cannot be claimed: {why}.").format(
-                        gpu=device_title(device), why=translated(restrictions[device.uuid])
+                        gpu=_title(device), why=translated(restrictions[device.uuid])
                     )
                 )
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
@@ -197,7 +197,7 @@ def adopt(
                 locks = lock_parts(directory, device, Request(), None)
                 if locks is None:
                     at_once = _("{gpu} was being claimed by another command at this moment: try again.")
-                    raise ClaimError(_claimed_text(directory, device) or at_once.format(gpu=device_title(device)))
+                    raise ClaimError(_claimed_text(directory, device) or at_once.format(gpu=_title(device)))
                 held.extend(locks)
             # Whatever happened between the first sample and the locks shows now.
             again = backend.sample(_FIELDS, uuids)
@@ -263,6 +263,10 @@ def _used_by(family: ProcessFamily, snapshot: Snapshot, pids: Sequence[int]) -> 
     raise ClaimError(_("{what}: adopt it when it does, or start such a job with `gpuguard run`.").format(what=what))
 
 
+def _title(device: Device) -> str:
+    return translated(device_title(device))
+
+
 def _computing(device: Device) -> list[GpuProcess]:
     return [process for process in device.processes or () if may_compute(process, device)]
 
@@ -272,7 +276,7 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
         if not device.processes_plausible:
             raise ClaimError(
                 _("the driver's list of the processes on {gpu} contradicts itself: try again.").format(
-                    gpu=device_title(device)
+                    gpu=_title(device)
                 )
             )
         for process in _computing(device):
@@ -282,13 +286,13 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
                 hint = _(" adopt both (several pids can be named), or --tree if one started the other.")
                 raise ClaimError(
                     _("process {pid} of yours computes on {gpu} too:{hint}").format(
-                        pid=process.pid, gpu=device_title(device), hint=hint
+                        pid=process.pid, gpu=_title(device), hint=hint
                     )
                 )
             user = process.user or _("an unknown user")
             raise ClaimError(
                 _("{user} computes on {gpu} too (pid {pid}): it is not yours alone.").format(
-                    user=user, gpu=device_title(device), pid=process.pid
+                    user=user, gpu=_title(device), pid=process.pid
                 )
             )
 
@@ -309,7 +313,9 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
     if claim is None:
         for device in devices:
             if device.uuid in taken:
-                text = _("{gpu} cannot be claimed: {why}.").format(gpu=device_title(device), why=taken[device.uuid])
+                text = _("{gpu} cannot be claimed: {why}.").format(
+                    gpu=_title(device), why=translated(taken[device.uuid])
+                )
                 raise ClaimError(_claimed_text(directory, device) or text)
         raise ClaimError(_("the GPUs of this job cannot be claimed now: `gpuguard explain` says why."))
     held.extend(claim.locks)
@@ -323,7 +329,7 @@ def _claimed_text(directory: LockDirectory, device: Device) -> str | None:
         note = f" ({record.note})" if record.note else ""
         user = "you" if record.uid == os.geteuid() else record.user
         return _("{gpu} is claimed already, by {user}: claim {id}{note}.  `gpuguard who` shows it.").format(
-            gpu=device_title(device), user=user, id=record.id, note=note
+            gpu=_title(device), user=user, id=record.id, note=note
         )
     return None
 

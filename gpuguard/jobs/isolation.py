@@ -29,7 +29,7 @@ from gpuguard.clusters import visible_devices
 from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import close_all, mounts
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
 from gpuguard.vendors import NVIDIA, Vendor, vendor_of
@@ -147,7 +147,7 @@ def nodes_of(
         if minor is None:
             raise GpuguardError(
                 _("the driver does not say which node {gpu} has: it cannot be isolated.").format(
-                    gpu=device_title(device)
+                    gpu=translated(device_title(device))
                 )
             )
         gpus.add(minor)

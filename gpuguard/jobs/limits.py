@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _, ngettext
+from gpuguard.locale import N_, _, ngettext, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     IDLE_TOLERANCE,
     MEMORY,
@@ -211,8 +212,14 @@ class JobLimits:
             key = (verdict.policy, verdict.finding.subject.device)
             if verdict.policy == "memory" and key not in self._reported:
                 self._reported.add(key)
-                advice = "its neighbours can run out of memory.  --memory-limit ends such a job"
-                texts.append(f"the job {verdict.finding.why} (--memory): {advice}.")
+                texts.append(
+                    sentence(
+                        "job.over_share",
+                        "the job {why} (--memory): its neighbours can run out of memory.  --memory-limit ends such a "
+                        "job.",
+                        why=verdict.finding.why,
+                    )
+                )
         return tuple(texts)
 
     def _own(self, snapshot: Snapshot, family: Mapping[int, float]) -> Snapshot:
@@ -249,7 +256,7 @@ class JobLimits:
                 device = replace(device, processes=rows, processes_plausible=True)
                 if self.pids_known and device.uuid not in self._reported:
                     self._reported.add(device.uuid)
-                    what = _("the driver lists no processes on {gpu}").format(gpu=device_title(device))
+                    what = _("the driver lists no processes on {gpu}").format(gpu=translated(device_title(device)))
                     texts.append(_("{what}: the limits of the job are judged by the whole GPU.").format(what=what))
             devices.append(device)
         return replace(own, devices=tuple(devices)), texts
@@ -274,12 +281,13 @@ class JobLimits:
     def _reached(self, verdict: Verdict) -> ReachedLimit:
         why = verdict.finding.why
         if verdict.policy == "memory-limit":
-            why = f"the job {why}"
+            why = sentence("job.why", "the job {why}", why=why)
         if verdict.policy == "idle-limit":
             hold = next(policy.hold for policy in self.policies if policy.name == verdict.policy)
-            why = f"{why}, for {format_duration(hold)}"
+            why = sentence("job.why_for", "{why}, for {time}", why=why, time=format_duration(hold))
         pids = tuple(process.pid for process in verdict.finding.processes)
-        return ReachedLimit(verdict.policy, f"{why} (--{verdict.policy})", pids)
+        text = sentence("job.over_limit", "{why} (--{limit})", why=why, limit=verdict.policy)
+        return ReachedLimit(verdict.policy, text, pids)
 
     def _blind(self, own: Snapshot) -> list[str]:
         """Warn of limits that cannot be kept because the driver told too little in two samples in a row."""

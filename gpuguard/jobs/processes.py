@@ -25,7 +25,8 @@ from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequ
 from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, shortage
-from gpuguard.locale import N_, _, ngettext, translated
+from gpuguard.locale import _, ngettext, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, SignalName
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
@@ -311,12 +312,12 @@ class Escalation:
         self._ahead: tuple[EscalationStep, ...] = ()
         if time_limit is None:
             return
-        over = N_("the time limit is over")
+        over = sentence("job.time_over", "the time limit is over")
         self.due, self._ahead = began + time_limit, self._last_steps("time limit", over, over)
         if checkpoint:
             # Never send it at once: a job that has just started has no handler yet, and the signal would end it.
             early = min(grace, time_limit / 2)
-            soon = f"{over} in {format_duration(early)}"
+            soon = sentence("job.time_over_in", "the time limit is over in {time}", time=format_duration(early))
             self.due -= early
             self._ahead = (EscalationStep(checkpoint, early, "time limit", soon, soon), *self._ahead)
 
@@ -324,7 +325,7 @@ class Escalation:
         """Begin an escalation at once, unless another one is already under way."""
         if self.why is not None:
             return
-        short_why = N_("the grace is over") if self._checkpoint else why
+        short_why = sentence("job.grace_over", "the grace is over") if self._checkpoint else why
         self.due, self._ahead = now, self._last_steps(kind, why, short_why, limit)
         if self._checkpoint:
             self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
@@ -342,7 +343,9 @@ class Escalation:
     ) -> tuple[EscalationStep, EscalationStep]:
         return (
             EscalationStep(signal.SIGTERM, self._grace, kind, why, short_why, limit),
-            EscalationStep(signal.SIGKILL, NEVER, kind, why, N_("the grace is over too"), limit),
+            EscalationStep(
+                signal.SIGKILL, NEVER, kind, why, sentence("job.grace_over_too", "the grace is over too"), limit
+            ),
         )
 
 
@@ -405,12 +408,13 @@ def answer_release_request(
     except (OSError, ClaimError) as error:
         notify(
             _("a request to release the claim {in_words} could not be answered: {error}").format(
-                in_words=translated(request.in_words()), error=error
+                in_words=translated(request.in_words()), error=translated(str(error))
             )
         )
         return
     if answer.what == ENDING:
-        escalation.begin(time.monotonic(), "release", f"stopped {request.in_words()}")
+        why = sentence("job.stopped", "stopped {request}", request=request.in_words())
+        escalation.begin(time.monotonic(), "release", why)
     elif answer.what == REFUSED:
         notify(
             _("the claim was to be released {in_words}.  Refused: {why}.").format(
@@ -426,7 +430,7 @@ def _in_use(claim: Claim, backend: Backend) -> str | None:
     try:
         snapshot = backend.sample(fields, list(uuids))
     except BackendError as error:
-        return f"whether it is used cannot be seen: {error}"
+        return sentence("claim.use_unknown", "whether it is used cannot be seen: {unknown}", unknown=str(error))
     holders = (os.getpid(), *descendants())
     return in_use(ClaimRecord(claim.id, uid, user_name(uid), uuids, pid=os.getpid(), holders=holders), snapshot)
 

@@ -32,7 +32,7 @@ from gpuguard.clusters.slurm import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.jobs.adopt import ENDING
-from gpuguard.locale import _
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.queue.reasons import reserved_for_others
@@ -79,7 +79,7 @@ def _in_words(error: NotEnoughGpus) -> str:
         for refusal in error.refused
         if not any(reason.option == "--devices" for reason in refusal.reasons)
     ]
-    return ", ".join(texts) or " ".join(str(error).split())
+    return all_of(texts, ", ") or " ".join(str(error).split())
 
 
 def become(uid: int) -> None:
@@ -139,13 +139,13 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
         if steps.pidfds or not alone:
             alone_since, check_at = now, now + CONTROLLER_SECONDS
         elif steps.contained and now >= alone_since + ALONE_SECONDS:
-            return "the job has no slurmstepd any more, and no epilog came"
+            return sentence("slurm.steps_ended", "the job has no slurmstepd any more, and no epilog came")
         elif now >= check_at:
             check_at = now + CONTROLLER_SECONDS
             if slurm.is_over(given):
-                return "the job is over, says Slurm, and no epilog came"
+                return sentence("slurm.job_over", "the job is over, says Slurm, and no epilog came")
             if slurm.contains():
-                return "the job has got no slurmstepd, and no epilog came"
+                return sentence("slurm.no_steps", "the job has got no slurmstepd, and no epilog came")
 
 
 def _woken(claim: Claim, woken: int) -> str | None:
@@ -155,7 +155,10 @@ def _woken(claim: Claim, woken: int) -> str | None:
     except ClaimLost as lost:
         return str(lost)
     ending = [number for number in signals if number in ENDING]
-    return f"the holder was ended by {signal.Signals(ending[0]).name}" if ending else None
+    if not ending:
+        return None
+    name = signal.Signals(ending[0]).name
+    return sentence("slurm.holder_ended", "the holder was ended by {signal}", signal=name)
 
 
 def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
@@ -173,11 +176,15 @@ def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None
         return None
     try:
         with lock_handle(directory, claim) as handle:
-            actions.release_claim(handle, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
+            by = sentence("by.epilog", "Slurm's epilog")
+            why = sentence("slurm.over", "job {job} is over", job=given.job)
+            actions.release_claim(handle, ReleaseRequest(RELEASED, by, why))
     except (ClaimError, OSError) as error:
         if claim_of_job(directory, given):
             raise ClaimError(
-                _("the claim {id} cannot be released: {error}").format(id=claim.id, error=error)
+                sentence(
+                    "slurm.not_released", "the claim {id} cannot be released: {error}", id=claim.id, error=str(error)
+                )
             ) from error
     deadline = time.monotonic() + END_SECONDS
     while claim_of_job(directory, given) and time.monotonic() < deadline:

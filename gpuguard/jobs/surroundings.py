@@ -24,6 +24,7 @@ from gpuguard.device_state import (
     usable_devices,
 )
 from gpuguard.errors import BackendError
+from gpuguard.locale.messages import sentence
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts
 from gpuguard.source import read_state, with_claims
@@ -76,8 +77,17 @@ class Surroundings:
             if mark not in self._told and len(self._told) < MOST_TOLD:
                 self._told.add(mark)
                 who = process.user or f"uid {process.uid}"
-                self.remarks[f"GPU {device.label} with {who} (pid {process.pid})"] = None
-                yield f"{who} (pid {process.pid}) computes on {device_title(device)} too, which you have claimed."
+                known = {"user": who, "pid": str(process.pid)}
+                remark = sentence(
+                    "stranger.remark", "GPU {device} with {user} (pid {pid})", device=device.label, **known
+                )
+                self.remarks[remark] = None
+                yield sentence(
+                    "stranger.computes",
+                    "{user} (pid {pid}) computes on {gpu} too, which you have claimed.",
+                    gpu=device_title(device),
+                    **known,
+                )
 
     def look(self, family: Callable[[], Mapping[int, float]]) -> Iterator[str]:
         """Yield a sentence about each GPU on which the job computes without a claim, if it is time to look again.
@@ -97,10 +107,16 @@ class Surroundings:
         for device, pid in self._outside(around, family):
             if device.uuid not in self._elsewhere:
                 self._elsewhere.add(device.uuid)
-                self.remarks[f"GPU {device.label} without a claim (pid {pid})"] = None
-                yield (
-                    f"the job computes on {device_title(device)} (pid {pid}), which it has not claimed: leave "
-                    "CUDA_VISIBLE_DEVICES as gpuguard sets it, and count GPUs from 0 in the job."
+                remark = sentence(
+                    "outside.remark", "GPU {device} without a claim (pid {pid})", device=device.label, pid=pid
+                )
+                self.remarks[remark] = None
+                yield sentence(
+                    "outside.computes",
+                    "the job computes on {gpu} (pid {pid}), which it has not claimed: leave CUDA_VISIBLE_DEVICES as "
+                    "gpuguard sets it, and count GPUs from 0 in the job.",
+                    gpu=device_title(device),
+                    pid=pid,
                 )
 
     def _outside(self, around: Snapshot, family: Callable[[], Mapping[int, float]]) -> Iterator[tuple[Device, int]]:
