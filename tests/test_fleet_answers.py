@@ -6,6 +6,7 @@ What docs/scale.md shows is taken by a real Prometheus, and the pages that its f
 import json
 import re
 import shutil
+from typing import Any
 
 import pytest
 from builders import a_device, a_process
@@ -21,6 +22,7 @@ from gpuguard.device_state import uses
 from gpuguard.fleet.answers import ROWS, HostAnswer, HostDevice, HostReply, HostReport, reply_of, reply_with
 from gpuguard.fleet.ssh import Reply
 from gpuguard.history.report import BY, joined_report
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.views import fleet as view
 from gpuguard.views import report, who
 from gpuguard.views.text import json_text
@@ -71,6 +73,18 @@ def test_an_answer_that_is_none_is_an_error_with_a_reason(out, why):
     answer = reply_of(Reply("a", 0.1, 0, out))
 
     assert answer.facts is None and answer.error is not None and why in answer.error
+
+
+def test_a_sentence_of_another_host_remains_one_and_is_harmless():
+    why = sentence("queue.kept", "kept for {user}'s reservation {time}", user="\x1b[31mal", time="t" * 9999)
+    place = {"user": "al", "num_gpus": 1, "why": sentence("queue.unknown", "start unknown: {why}", why=why)}
+    reply = reply_of(Reply("a", 0.1, 0, dumps({"schema": 1, "places": [place]})))
+
+    assert reply.answer
+    told: Any = reply.answer.places[0].why
+    assert told.startswith("start unknown: kept for \\x1b[31mal's reservation tt") and told.isprintable()
+    assert (told.key, told.values["why"].key) == ("queue.unknown", "queue.kept")
+    assert told.values["why"].values == {"user": "\\x1b[31mal", "time": "t" * 400}
 
 
 def test_the_reason_of_a_refusal_is_one_line():

@@ -22,6 +22,7 @@ from queues import a_ticket
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale.messages import Sentence, dumps, sentence
 from gpuguard.queue import tickets
 from gpuguard.queue.priority import PRIORITIES, QueueRules, Ticket
 from gpuguard.queue.reasons import start_text
@@ -215,6 +216,17 @@ def test_what_a_user_wrote_into_a_ticket_is_short_and_shown_as_a_quotation(direc
 
     assert isinstance(found, Ticket)
     assert (found.after, len(found.note or "")) == (shown, 200)
+
+
+def test_a_user_who_writes_messages_into_a_ticket_makes_no_other_sentence_of_it(directory):
+    ours = sentence("queue.after_claim", "waits until {user}'s claim {id} has ended", user="al", id="1f2e")
+    written = ((ours.key, {**ours.values, "x": "y"}), ("free", {}), ("", {}))
+    texts = [Sentence(ours, key, values) for key, values in written]
+    found = [read(directory, dumps({**ticket_content(a_ticket()), "after": text, "note": text})) for text in texts]
+
+    assert all(isinstance(ticket, Ticket) and ticket.note == ticket.after == ours for ticket in found)
+    messages = [[isinstance(text, Sentence) and vars(text) for text in (it.after, it.note)] for it in found]
+    assert messages == [[vars(ours), False], [False, False], [False, False]]
 
 
 def test_the_command_in_a_ticket_is_as_short_as_one_that_we_write(directory):

@@ -88,7 +88,7 @@ def run_line(shell: Any, line: str) -> None:
         held = _claimed(args, tuple(words))
         _held.append(held)
         if held.claim.warning:
-            print(neutralise(held.claim.warning))
+            print(neutralise(translated(held.claim.warning)))
     elif held.words != tuple(words):
         how = _(_RESTART) if api.cuda_runs() else _("Run `%gpus release`")
         text = _("this kernel has {gpus} already.  {how} first, to have others.")
@@ -125,7 +125,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         request.num_gpus,
         wait=wait,
         priority=args.priority,
-        on_wait=lambda error: print(_("waiting:"), neutralise(error.headline), flush=True),
+        on_wait=lambda error: print(_("waiting:"), neutralise(translated(error.headline)), flush=True),
         note=args.note or api.notebook_note(),
         **source,
         **conditions,
@@ -141,7 +141,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
     except NotEnoughGpus as error:
         if args.wait is None and not isinstance(error, ImpossibleRequest):
             advice = _("`%gpus {words} --wait 10m` waits for them in the queue.").format(words=shlex.join(words))
-            error.args = (f"{error}\n{advice}", *error.args[1:])
+            error.args = (f"{translated(str(error))}\n{advice}", *error.args[1:])
         raise
 
 

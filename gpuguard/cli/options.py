@@ -447,7 +447,8 @@ def message_target(where: str | None) -> str | Target | None:
             target = Hook((where,)) if where.startswith("/") else Email((to,))
         for problem in problems({"--notify": target}):
             server = _(": name a server, smtp://SERVER/me@example.org") if isinstance(target, Email) else ""
-            raise InvalidRequest(f"{translated(problem.removeprefix('--notify: '))}{server}")
+            why = getattr(problem, "values", {}).get("why", problem)
+            raise InvalidRequest(f"{translated(why)}{server}")
     except InvalidRequest as fault:
         raise InvalidRequest(f"--notify {where}: {translated(str(fault))}") from None
     return target

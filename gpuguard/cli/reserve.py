@@ -121,7 +121,9 @@ def _make(args: argparse.Namespace) -> int:
     uuids = [device.uuid for device in snapshot.devices]
     if why := what_if(wanted, _calendar(directory, snapshot), uuids, directory):
         raise GpuguardError(
-            _("this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.").format(why=why)
+            _("this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.").format(
+                why=translated(why)
+            )
         )
     made = write_reservation(directory, wanted)
     try:
@@ -131,7 +133,7 @@ def _make(args: argparse.Namespace) -> int:
         if status is None or status.why_not:
             raise GpuguardError(
                 _("this cannot be reserved: {why_not}.").format(
-                    why_not=status.why_not if status else _("its file is gone")
+                    why_not=translated(status.why_not) if status else _("its file is gone")
                 )
             )
     except BaseException:  # also if that cannot be checked, because no user would know of the reservation
@@ -234,17 +236,18 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
 
 
 def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> list[str]:
-    made = status.reservation
-    until = _("{begin} to {end}").format(begin=clock_text(made.begins, now), end=clock_text(made.ends, now))
+    made, whose = status.reservation, translated(status.reservation.whose)
+    begin, end = translated(clock_text(made.begins, now)), translated(clock_text(made.ends, now))
+    until = _("{begin} to {end}").format(begin=begin, end=end)
     lines = [
         _("reserved: {count} for {user} from {until} (id {id}).").format(
-            count=format_count(made.num_gpus, "GPU"), user=made.whose, until=until, id=made.id
+            count=format_count(made.num_gpus, "GPU"), user=whose, until=until, id=made.id
         )
     ]
     if status.no_show_at is not None and status.no_show_at < made.ends:
         lines.append(
             _("It is over at {time} unless {user} makes a claim by then.").format(
-                time=clock_text(status.no_show_at, now), user=made.whose
+                time=translated(clock_text(status.no_show_at, now)), user=whose
             )
         )
     busy = sum(device.uuid in made.devices and bool(device.processes) for device in snapshot.devices)
@@ -280,7 +283,7 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
         put(
             [
                 _("cancelled: reservation {cancel} of {user}.").format(
-                    cancel=args.cancel, user=neutralise(cancelled.whose)
+                    cancel=args.cancel, user=neutralise(translated(cancelled.whose))
                 )
             ]
         )

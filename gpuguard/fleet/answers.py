@@ -17,6 +17,7 @@ from gpuguard.history.queries import TIMES, DeviceTotal, SeenDevice, Watch
 from gpuguard.history.report import ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import Sentence, plain
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 
@@ -265,10 +266,9 @@ def reply_with(host: str, seconds: float, facts: Facts, kind: type[HostAnswer | 
     """
     if "refused" in facts:
         reason = facts.get("reason")
-        line = " ".join(reason.split()) if isinstance(reason, str) else _("it does not answer that")
-        return HostReply(
-            host, seconds, error=_("refused there: {harmless}").format(harmless=translated(_harmless(line)[:_LINE]))
-        )
+        line = " ".join(translated(reason).split()) if isinstance(reason, str) else _("it does not answer that")
+        harmless = _harmless(line)[:_LINE]
+        return HostReply(host, seconds, error=_("refused there: {harmless}").format(harmless=harmless))
     if facts.get("schema") != 1:
         return HostReply(host, seconds, error=_("its gpuguard is of another version: its JSON has not schema 1"))
     if kind is HostAnswer:
@@ -281,6 +281,8 @@ def reply_with(host: str, seconds: float, facts: Facts, kind: type[HostAnswer | 
 
 def _harmless(value: Any) -> Any:
     """Return *value* with its texts made harmless for a terminal, and with texts and lists cut to their bounds."""
+    if isinstance(value, Sentence):
+        return Sentence(_harmless(plain(value)), value.key, _harmless(dict(value.values)))
     if isinstance(value, str):
         return neutralise(value[:_TEXT])
     if isinstance(value, list):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 
 HORIZON_SECONDS = 86400.0  # a job of unknown length keeps no further away from a reservation than this
 FOR_EVER = float("inf")
@@ -44,7 +44,8 @@ class Reservation:
         """The user or group it is for, in words: ``"alice"``, ``"group vision"``."""
         if self.user is not None:
             return self.user
-        return _("group {group}").format(group=self.group or _("{gid} (unknown here)").format(gid=self.gid))
+        group = self.group or sentence("reservation.unknown_group", "{gid} (unknown here)", gid=str(self.gid))
+        return sentence("reservation.group", "group {group}", group=group)
 
     def admits(self, uid: int) -> bool:
         """Return whether it is for this user."""

@@ -1,6 +1,7 @@
-"""Why a request waits, when it starts, and for whom a device is kept: the queue in words.
+"""Why a request waits, when it starts, and for whom a device is kept: the queue in sentences.
 
-Does not decide any of it: see state and backfill.
+They stand in JSON and in the daemon's answers, too: translated() shows them.  Does not decide any of it: see state and
+backfill.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import _, ngettext, translated
+from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
@@ -23,18 +25,19 @@ from gpuguard.request import Request
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
+_AND = N_(" and ")
+
 
 def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
-    return _("kept for {user}'s reservation {time}").format(
-        user=reservation.whose, time=_from_or_until(reservation, now)
-    )
+    time = _from_or_until(reservation, now)
+    return sentence("queue.kept", "kept for {user}'s reservation {time}", user=reservation.whose, time=time)
 
 
 def _from_or_until(reservation: Reservation, now: float) -> str:
     if reservation.begins > now:
-        return _("from {time}").format(time=clock_text(reservation.begins, now))
-    return _("until {time}").format(time=clock_text(reservation.ends, now))
+        return sentence("queue.from", "from {time}", time=clock_text(reservation.begins, now))
+    return sentence("queue.until", "until {time}", time=clock_text(reservation.ends, now))
 
 
 def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
@@ -45,7 +48,7 @@ def kept_for_others(queue: QueueState, ticket_id: str) -> dict[str, str]:
     mine = queue.of(ticket_id)
     shares = mine.request is not None and mine.request.share
     return {uuid: reservation_text(reservation, queue.now) for uuid, reservation in mine.kept.items()} | {
-        uuid: _("about to be claimed by {user}, who waited for it").format(user=other.ticket.user)
+        uuid: sentence("queue.offered", "about to be claimed by {user}, who waited for it", user=other.ticket.user)
         for other in queue.positions
         if other.now and other.ticket.id != ticket_id and not (shares and other.request and other.request.share)
         for uuid in other.devices
@@ -74,8 +77,11 @@ def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str,
 
 
 def brief_text(position: QueuePosition, queue: QueueState) -> str:
-    """One line for a terminal, the reason first: ``"the job of bob has no time limit (2 of 3 in the queue)"``."""
-    text = start_text(position, queue, brief=True)
+    """One line for a terminal, the reason first: ``"the job of bob has no time limit (2 of 3 in the queue)"``.
+
+    It is in the language of the user.
+    """
+    text = translated(start_text(position, queue, brief=True))
     if position.ticket.after:
         return text
     return _("{text} ({number} of {count} in the queue)").format(
@@ -88,8 +94,12 @@ def position_text(position: QueuePosition, queue: QueueState) -> str:
     text = start_text(position, queue)
     if position.ticket.after:
         return text
-    return _("number {number} of {count} in the queue, {text}").format(
-        number=position.number, count=len(queue.positions), text=text
+    return sentence(
+        "queue.number",
+        "number {number} of {count} in the queue, {text}",
+        number=position.number,
+        count=len(queue.positions),
+        text=text,
     )
 
 
@@ -102,8 +112,11 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
     soonest = max(queue.now, position.start or 0.0) + 1
     if brief or position.now or position.ticket.after or latest is None or latest <= soonest:
         return text
-    return _("{text}; at the latest {promise}, if time limits are kept").format(
-        text=text, promise=clock_text(latest, queue.now)
+    return sentence(
+        "queue.latest",
+        "{text}; at the latest {promise}, if time limits are kept",
+        text=text,
+        promise=clock_text(latest, queue.now),
     )
 
 
@@ -118,25 +131,21 @@ def certain_start(position: QueuePosition) -> float | None:
 
 def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str:
     if position.ticket.after:
-        return _("not queued yet: {after}").format(after=translated(position.ticket.after))
+        return sentence("queue.not_queued", "not queued yet: {after}", after=position.ticket.after)
     if position.now:
-        return _("starts now")
+        return sentence("queue.starts_now", "starts now")
     if position.held_back_by:
-        return _("held back: it would delay {request}").format(
-            request=_held_back_text(position.held_back_by, position, queue)
-        )
+        delayed = _held_back_text(position.held_back_by, position, queue)
+        return sentence("queue.held_back", "held back: it would delay {request}", request=delayed)
     if position.request is None:
-        return _("no GPUs for it as things are")
+        return sentence("queue.no_gpus", "no GPUs for it as things are")
     if not position.devices:
-        return _("too far behind for a plan")
-    unknown = _kept_out_text(position.request, position.devices, queue)
-    if unknown is None and position.start is None:
-        unknown = _unknown_end_text(position, queue)
-    if unknown is not None or position.start is None:
-        return unknown or "" if brief else _("start unknown: {why}").format(why=unknown)
-    why = _freed_text(position, position.start, queue)
-    text = _start_in_words(position.start, queue)
-    return _("{text}, {why}").format(text=text, why=why) if why else text
+        return sentence("queue.too_far", "too far behind for a plan")
+    why = _kept_out_text(position.request, position.devices, queue)
+    if why is None and position.start is not None:
+        return _start_in_words(position.start, queue, _freed_text(position, position.start, queue))
+    why = why or _unknown_end_text(position, queue)
+    return why if brief else sentence("queue.unknown", "start unknown: {why}", why=why)
 
 
 def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) -> str | None:
@@ -148,7 +157,7 @@ def _kept_out_text(request: Request, devices: Sequence[str], queue: QueueState) 
     except InvalidRequest:
         return None
     reasons = (
-        f"{device_title(refusal.device)}: {reason.text}"
+        sentence("because", "{what}: {why}", what=device_title(refusal.device), why=reason.text)
         for refusal in refused
         for reason in refusal.reasons
         if refusal.device.uuid in devices and reason.option not in ("", "--memory", "--slots")
@@ -160,38 +169,49 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
     """The request or the reservation that *position* would delay, and when it could start or will start instead."""
     for other in queue.positions:
         if other.ticket.id == delayed:
-            facts = {"user": other.ticket.user, "count": other.ticket.num_gpus}
-            text = _("{user}'s request for {count}, which came before").format(**facts)
+            facts = {"user": other.ticket.user, "count": str(other.ticket.num_gpus)}
+            text = sentence("queue.came_before", "{user}'s request for {count}, which came before", **facts)
             if other.ticket.since + queue.bound < queue.now:
                 waited = format_duration(round(queue.now - other.ticket.since))
-                text = _("{user}'s request for {count}, which has waited for {waited}").format(**facts, waited=waited)
-            room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, as people write them
-            if room > 0:
-                text += _("; with a --time-limit of at most {limit} it could start now").format(
-                    limit=format_duration(room)
+                text = sentence(
+                    "queue.waited",
+                    "{user}'s request for {count}, which has waited for {waited}",
+                    **facts,
+                    waited=waited,
                 )
-            return text
+            room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, as people write them
+            if room <= 0:
+                return text
+            advice = sentence(
+                "queue.limit_at_most",
+                "with a --time-limit of at most {limit} it could start now",
+                limit=format_duration(room),
+            )
+            return all_of((text, advice))
     reservation = next((reserved for reserved in queue.facts.reservations if reserved.key == delayed), None)
     if reservation is None:
-        return _("reservation {delayed}").format(delayed=delayed)
-    text = _("the reservation of {user} {time}").format(
-        user=reservation.whose, time=_from_or_until(reservation, queue.now)
-    )
+        return sentence("queue.reservation", "reservation {delayed}", delayed=delayed)
+    time = _from_or_until(reservation, queue.now)
+    parts: list[str] = [
+        sentence("queue.reservation_of", "the reservation of {user} {time}", user=reservation.whose, time=time)
+    ]
     if position.start is not None:
-        text += f"; {_start_in_words(position.start, queue)}"
+        parts.append(_start_in_words(position.start, queue))
     if reservation.begins > queue.now and position.ticket.time_limit is None:
-        text += _("; with a --time-limit that ends before, it could start now")
-    return text
+        parts.append(sentence("queue.limit_before", "with a --time-limit that ends before, it could start now"))
+    return all_of(parts)
 
 
 def unplanned_texts(queue: QueueState, users: Collection[str] = ()) -> list[str]:
     """One text for each user (or each of *users*) with more requests than are planned at a time: how many wait."""
     return [
-        ngettext(
-            "{count} more request of {user} waits until those before it have started",
-            "{count} more requests of {user} wait until those before them have started",
+        nsentence(
+            "queue.unplanned",
+            "{number} more request of {user} waits until those before it have started",
+            "{number} more requests of {user} wait until those before them have started",
             len(file.unread),
-        ).format(count=len(file.unread), user=user_name(file.uid))
+            user=user_name(file.uid),
+        )
         for file in queue.ignored
         if file.unread and (not users or user_name(file.uid) in users)
     ]
@@ -204,22 +224,29 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
         return None
     until = ticket.since + queue.bound
     if until > queue.now:
-        return _("shorter jobs may start first until {time}").format(time=clock_text(until, queue.now))
-    return _("only jobs that probably end before its GPUs are free start first")
+        time = clock_text(until, queue.now)
+        return sentence("queue.shorter_first", "shorter jobs may start first until {time}", time=time)
+    return sentence("queue.ending_first", "only jobs that probably end before its GPUs are free start first")
 
 
-def _start_in_words(start: float, queue: QueueState) -> str:
+def _start_in_words(start: float, queue: QueueState, why: str = "") -> str:
     if (seconds := round(start - queue.now)) <= 0:
-        return _("starts in a moment")
-    return _("starts in about {seconds}").format(seconds=format_duration(seconds))
+        if why:
+            return sentence("queue.starts_soon_because", "starts in a moment, {why}", why=why)
+        return sentence("queue.starts_soon", "starts in a moment")
+    time = format_duration(seconds)
+    if why:
+        return sentence("queue.starts_because", "starts in about {seconds}, {why}", seconds=time, why=why)
+    return sentence("queue.starts", "starts in about {seconds}", seconds=time)
 
 
 def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str:
     """Which device is the last one to be free and how that is known, or "" if it is not known."""
-    for reservation in queue.facts.reservations:
-        if abs(reservation.ends - start) < 1.0:
-            return _("after the reservation of {user} {time}").format(
-                user=reservation.whose, time=_from_or_until(reservation, queue.now)
+    for kept in queue.facts.reservations:
+        if abs(kept.ends - start) < 1.0:
+            time = _from_or_until(kept, queue.now)
+            return sentence(
+                "queue.after_reservation", "after the reservation of {user} {time}", user=kept.whose, time=time
             )
     for uuid in position.devices:
         claim = _claim_on(uuid, queue)
@@ -228,19 +255,21 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
         end = expected_end(claim, queue.now)
         if end is not None and abs(end - start) < 1.0:
             device = queue.snapshot.device(uuid)
-            freed = _("when {gpu} is free").format(gpu=device_title(device) if device else uuid)
+            freed = sentence("queue.freed", "when {gpu} is free", gpu=device_title(device) if device else uuid)
+            facts = {"freed": freed, "user": claim.user}
             if claim.ends is None or end < claim.ends:
-                return _("{freed}, if {user}'s job takes as long as their earlier ones").format(
-                    freed=freed, user=claim.user
+                return sentence(
+                    "queue.as_earlier_ones", "{freed}, if {user}'s job takes as long as their earlier ones", **facts
                 )
-            return _("{freed}: time limit of {user}'s job").format(freed=freed, user=claim.user)
+            return sentence("queue.by_its_limit", "{freed}: time limit of {user}'s job", **facts)
     before = _on_the_same_devices(position, queue)
-    return _("after {user}'s request").format(user=before.ticket.user) if before else ""
+    return sentence("queue.after_request", "after {user}'s request", user=before.ticket.user) if before else ""
 
 
 def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
     if before := _on_the_same_devices(position, queue):
-        return _("{user}'s request before it has no time limit").format(user=before.ticket.user)
+        user = before.ticket.user
+        return sentence("queue.endless_request", "{user}'s request before it has no time limit", user=user)
     claimed = {uuid: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
     claims = {claim.id: claim for claim in claimed.values()}
     endless = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]
@@ -249,12 +278,19 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
         is_used = any(device.processes for device in queue.snapshot.devices if device.uuid in others)
         is_late = any((expected_end(claim, queue.now) or 0.0) <= queue.now for claim in claims.values())
         if claims and (is_late or not is_used):
-            return _("a job is over its time")
-        return _("a GPU is in use without a claim") if is_used else _("a GPU is not free, though it has no claim")
-    users = _(" and ").join(sorted({claim.user if claim.uid >= 0 else _("an unknown user") for claim in endless}))
-    return ngettext(
-        "the job of {users} has no time limit", "the jobs of {users} have no time limit", len(endless)
-    ).format(users=users)
+            return sentence("queue.over_its_time", "a job is over its time")
+        if is_used:
+            return sentence("queue.unclaimed_use", "a GPU is in use without a claim")
+        return sentence("queue.not_free", "a GPU is not free, though it has no claim")
+    nobody = sentence("queue.unknown_user", "an unknown user")
+    users = all_of(sorted({claim.user if claim.uid >= 0 else nobody for claim in endless}), _AND)
+    return nsentence(
+        "queue.endless_jobs",
+        "the job of {users} has no time limit",
+        "the jobs of {users} have no time limit",
+        len(endless),
+        users=users,
+    )
 
 
 def _on_the_same_devices(position: QueuePosition, queue: QueueState) -> QueuePosition | None:

@@ -37,13 +37,14 @@ from gpuguard.device_state import claims_readable
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
-from gpuguard.locale import N_, _, ngettext
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import nsentence, plain, sentence
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.calendar import Reservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys, Ticket
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
-from gpuguard.units import format_count, format_duration, local_time
+from gpuguard.units import format_duration, local_time
 from gpuguard.users import GroupMembers, accountable_uids, group_name, is_in_group, user_name
 from gpuguard.vendors import names_instance
 
@@ -54,8 +55,19 @@ MOST_COUNTED = 256  # with more, planning would take too long
 MOST_GPUS = 4096
 LOOKED_SECONDS = 600.0  # a daemon that has not looked for so long is none
 _LOOKED = "arrivals"
-USER_IS_DENIED = N_("its user may make no claim now")
-_NO_ROOM = N_("earlier reservations leave too few GPUs at that time")
+USER_IS_DENIED = sentence("reservation.user_is_denied", "its user may make no claim now")
+_NO_ROOM = sentence("reservation.no_room", "earlier reservations leave too few GPUs at that time")
+_DAYS = (
+    sentence("clock.mon", "Mon"), sentence("clock.tue", "Tue"), sentence("clock.wed", "Wed"),
+    sentence("clock.thu", "Thu"), sentence("clock.fri", "Fri"), sentence("clock.sat", "Sat"),
+    sentence("clock.sun", "Sun"),
+)  # fmt: skip
+_MONTHS = (
+    sentence("clock.jan", "Jan"), sentence("clock.feb", "Feb"), sentence("clock.mar", "Mar"),
+    sentence("clock.apr", "Apr"), sentence("clock.may", "May"), sentence("clock.jun", "Jun"),
+    sentence("clock.jul", "Jul"), sentence("clock.aug", "Aug"), sentence("clock.sep", "Sep"),
+    sentence("clock.oct", "Oct"), sentence("clock.nov", "Nov"), sentence("clock.dec", "Dec"),
+)  # fmt: skip
 
 Arrivals = Mapping[str, float]  # key of a reservation -> when a user of it last began or ended a claim
 
@@ -65,7 +77,7 @@ class ReservationStatus:
     """A reservation, and whether it counts."""
 
     reservation: Reservation
-    why_not: str = ""  # why it does not count, or "" if it does
+    why_not: str = ""  # why it does not count, a sentence, or "" if it does
     no_show_at: float | None = None  # unix time at which it is over without a claim, or None if its user has one
     over: bool = False  # whether it is over before its end, because its user came too late
 
@@ -169,9 +181,9 @@ def judge(
             statuses.append(ReservationStatus(reservation, no_show_at=deadline, over=True))
             continue
         is_denied = reservation.uid in denied
-        why_not = _(USER_IS_DENIED) if is_denied else _not_allowed(reservation, counted, uuids, keys)
+        why_not = USER_IS_DENIED if is_denied else _not_allowed(reservation, counted, uuids, keys)
         if not why_not and not can_be_met(reservation, counted, uuids):
-            why_not = _(_NO_ROOM)
+            why_not = _NO_ROOM
         if not why_not:
             counted.append(reservation)
         no_show_at = None if present and now >= reservation.begins else min(deadline, reservation.ends)
@@ -191,10 +203,13 @@ def what_if(
     for begins in sorted(other.ends for other in others if other.ends > wanted.begins):
         moved = replace(wanted, begins=begins, ends=begins + wanted.ends - wanted.begins)
         if can_be_met(moved, others, uuids):
-            return _("{why_not}, and enough from {time} on").format(
-                why_not=_(_NO_ROOM), time=clock_text(begins, known.now)
+            return sentence(
+                "reservation.room_later",
+                "{why_not}, and enough from {time} on",
+                why_not=_NO_ROOM,
+                time=clock_text(begins, known.now),
             )
-    return _(_NO_ROOM)
+    return _NO_ROOM
 
 
 def _not_allowed(
@@ -204,34 +219,63 @@ def _not_allowed(
     owners = accountable_uids((wanted.maker, *(reservation.maker for reservation in counted)))
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
-        return _("{why_not} (line.yaml of the site says so; root may reserve more)").format(why_not=why_not)
+        return sentence(
+            "reservation.beyond", "{why_not} (line.yaml of the site says so; root may reserve more)", why_not=why_not
+        )
     present = len(set(wanted.devices) & set(uuids))
     if present < wanted.num_gpus:
-        return ngettext("only {count} of its GPUs is there", "only {count} of its GPUs are there", present).format(
-            count=present
+        return nsentence(
+            "reservation.gpus_there",
+            "only {number} of its GPUs is there",
+            "only {number} of its GPUs are there",
+            present,
         )
-    return "" if len(counted) < MOST_COUNTED else _("there are more than {count} already").format(count=MOST_COUNTED)
+    if len(counted) >= MOST_COUNTED:
+        return sentence("reservation.too_many", "there are more than {count} already", count=MOST_COUNTED)
+    return ""
 
 
 def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
     """Return why a user may not have this one with *before* devices in earlier ones, or "" if they may."""
     if before + reservation.num_gpus > keys.devices:
-        beside = _(" ({before} of them in earlier ones)").format(before=before) if before else ""
-        gpus = format_count(keys.devices, "GPU") if keys.devices else _("no GPUs")
-        return _("users may reserve {gpus} at a time here{beside}, all their reservations together").format(
-            gpus=gpus, beside=beside
+        if not keys.devices:
+            return sentence(
+                "reservation.none", "users may reserve no GPUs at a time here, all their reservations together"
+            )
+        gpus = nsentence("count.gpus", "{number} GPU", "{number} GPUs", keys.devices)
+        if before:
+            return sentence(
+                "reservation.most_beside",
+                "users may reserve {gpus} at a time here ({before} of them in earlier ones), all their reservations "
+                "together",
+                gpus=gpus,
+                before=before,
+            )
+        return sentence(
+            "reservation.most", "users may reserve {gpus} at a time here, all their reservations together", gpus=gpus
         )
     if reservation.ends - reservation.begins > keys.longest + 1:
-        return _("users may reserve for {longest} at most here").format(longest=format_duration(keys.longest))
+        longest = format_duration(keys.longest)
+        return sentence("reservation.longest", "users may reserve for {longest} at most here", longest=longest)
     if reservation.begins - reservation.made > keys.ahead + 1:
-        return _("users may reserve {ahead} ahead at most here").format(ahead=format_duration(keys.ahead))
+        ahead = format_duration(keys.ahead)
+        return sentence("reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=ahead)
     return ""
 
 
 def clock_text(when: float, now: float) -> str:
-    """Format a time for people: ``"09:00"`` today, or else ``"Sat 21 Nov 09:00"``."""
-    today = time.localtime(when)[:3] == time.localtime(now)[:3]
-    return local_time(when, "%H:%M" if today else _("%a %d %b %H:%M"))
+    """Format a time for people: ``"09:00"`` today, or else ``"Sat 21 Nov 09:00"``, which translated() shows."""
+    date, time_of_day = time.localtime(when), local_time(when, "%H:%M")
+    if date[:3] == time.localtime(now)[:3]:
+        return time_of_day
+    return sentence(
+        "clock.day",
+        "{weekday} {day} {month} {time}",
+        weekday=_DAYS[date.tm_wday],
+        day=f"{date.tm_mday:02}",
+        month=_MONTHS[date.tm_mon - 1],
+        time=time_of_day,
+    )
 
 
 def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:
@@ -265,7 +309,7 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
         write_file(path, encoded, unfinished=unfinished_path(directory))
         return _reservation_of(content, status_in_place(path), number)
     except OSError as error:
-        why = why_full(directory, error)
+        why = translated(why_full(directory, error))
         raise LockDirectoryError(
             _("no reservation can be made in {records}: {why}.").format(records=directory.records, why=why)
         ) from error
@@ -363,17 +407,18 @@ def _read_reservation(
 
 
 def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str) -> Reservation:
+    content = plain(content)  # a user's words are no sentences
     said, note = decode(_ReservationContent, content), content.get("note")
     begins, ends = said.begins_unix_seconds, said.ends_unix_seconds
     for when in (begins, ends):
         checked_number(when, 0, LAST_TIME)
     if not begins < ends:
-        raise ValueError(_("it ends before it begins"))
+        raise ValueError(sentence("reservation.ends_before", "it ends before it begins"))
     if status.st_uid not in (said.uid, 0):
-        raise ValueError(_("only root can reserve for others"))
+        raise ValueError(sentence("reservation.only_root", "only root can reserve for others"))
     gid = None if said.gid is None else checked_number(said.gid, 0, 2**32 - 2)
     if gid is not None and status.st_uid and is_in_group(status.st_uid, gid) is False:
-        raise ValueError(_("only root and its members can reserve for a group"))
+        raise ValueError(sentence("reservation.only_members", "only root and its members can reserve for a group"))
     return Reservation(
         id=number,
         maker=status.st_uid,

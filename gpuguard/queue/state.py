@@ -30,7 +30,7 @@ from gpuguard.claims.restrictions import (
 from gpuguard.eligibility import Sharing
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stat_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, backlog, plan
@@ -46,6 +46,8 @@ from gpuguard.users import accountable_uid, accountable_uids
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
 USAGE_SECONDS = 60.0  # after which the users' GPU time is read again
+_ANOTHER_FIRST = sentence("queue.another_first", "another request of its user starts first")
+_SILENT = sentence("queue.silent", "it does not answer")
 WaitingTickets = tuple[Sequence[Ticket], Sequence[IgnoredFile]]  # as read_tickets() returns them
 _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
@@ -151,7 +153,8 @@ def queue_state(
         owner = accountable_uid(mine.uid)
         before = sum(ticket.owner == owner for ticket in tickets)
         is_left_out = mine.id and any(file.unread and file.uid == owner for file in ignored)
-        after = _("waits for {count} earlier requests of its user").format(count=before) if is_left_out else mine.after
+        waits = sentence("queue.waits_for_own", "waits for {count} earlier requests of its user", count=before)
+        after = waits if is_left_out else mine.after
         tickets = [*tickets, replace(mine, owner_uid=owner, after=after)]
     elif mine:
         tickets = [replace(ticket, requests=mine.requests) if ticket.id == mine.id else ticket for ticket in tickets]
@@ -170,7 +173,7 @@ def queue_state(
     while True:
         positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if directory.keeper is not None and (further := _further_offers(positions)):
-            tickets = _passed_over(tickets, dict.fromkeys(further, _("another request of its user starts first")))
+            tickets = _passed_over(tickets, dict.fromkeys(further, _ANOTHER_FIRST))
             continue
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
@@ -179,7 +182,7 @@ def queue_state(
         # If one does not respond, many may not, because the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):
-                unresponsive[ticket.id] = "it does not answer"
+                unresponsive[ticket.id] = _SILENT
         tickets = _passed_over(tickets, unresponsive)
 
 

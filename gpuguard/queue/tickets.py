@@ -41,7 +41,7 @@ from gpuguard.files import (
 )
 from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.locale import _
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import dumps, plain, sentence
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import user_name
@@ -59,6 +59,7 @@ MOST_WANTED = 1024  # GPUs of one ticket: it may claim to want any number, and s
 LONGEST_SECONDS = 10 * 365 * 86400.0
 LAST_TIME = 2.0**40  # unix time
 CLOCK_SECONDS = 0.02  # by which the time of a file may be behind the clock
+LONGEST_FAULT = 175  # characters of a parser's complaint
 LONGEST_WORD, MOST_WORDS = 200, 20  # characters of a text or of a word of a command, for people; words of a command
 # The text that `run --after` writes.  Any other text comes from a user, and is shown in quotes.
 _AFTER = re.compile(r"waits until (process \d{1,7}|\S{1,64}'s claim [\w.-]{1,40}) has ended", re.ASCII)
@@ -202,7 +203,7 @@ def as_request(content: Mapping[str, Any]) -> Request:
         content = {**content, "tolerance": ANY_MEMORY}
     request = decode(Request, content, exact=True)
     if len(request.models) > MOST_MODELS:
-        raise ValueError(_("it names too many models"))
+        raise ValueError(sentence("queue.too_many_models", "it names too many models"))
     for uid in request.mine_as_free:
         checked_number(uid, 0, 2**32)
     return request
@@ -212,7 +213,7 @@ def checked_number(value: T, least: float, most: float) -> T:
     """Return *value* if it is None or between *least* and *most*; raise ValueError otherwise."""
     number: Any = value
     if number is not None and not least <= number <= most:
-        raise ValueError(_("a number or a time in it is none"))
+        raise ValueError(sentence("queue.no_number", "a number or a time in it is none"))
     return value
 
 
@@ -319,8 +320,8 @@ def ticket_path(directory: LockDirectory, ticket_id: str) -> str:
 def _left_out(uid: int, count: int, before: int, unread: tuple[tuple[float, str], ...] = ()) -> IgnoredFile:
     return IgnoredFile(
         uid,
-        _("{count} more").format(count=count),
-        _("{user} has {most} before them").format(user=user_name(uid), most=before),
+        sentence("queue.more", "{count} more", count=count),
+        sentence("queue.before_them", "{user} has {most} before them", user=user_name(uid), most=before),
         unread,
     )
 
@@ -375,7 +376,8 @@ def _read_file(
     except OSError as error:
         if shortage(error):
             raise
-        return IgnoredFile(-1, key[:80], _("it cannot be read: {strerror}").format(strerror=error.strerror))
+        text = sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
+        return IgnoredFile(-1, key[:80], text)
     try:
         return read(directory, descriptor, key)
     finally:
@@ -392,17 +394,21 @@ def read_document(
     status = os.fstat(descriptor)
     uid, _dot, number = name.partition(".")
     if uid != str(status.st_uid) or not is_id(number):
-        return IgnoredFile(status.st_uid, name[:80], _("its name is not that of its owner"))
+        text = sentence("queue.not_its_name", "its name is not that of its owner")
+        return IgnoredFile(status.st_uid, name[:80], text)
     try:
         encoded = os.read(descriptor, most_bytes + 1)
         if len(encoded) > most_bytes:
-            raise ValueError(_("it is too long"))
+            raise ValueError(sentence("queue.too_long", "it is too long"))
         content = loads(encoded)
         if not isinstance(content, dict):
-            raise ValueError(_("it is no object"))
+            raise ValueError(sentence("queue.no_object", "it is no object"))
         return parse(content, status)
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        return IgnoredFile(status.st_uid, shown, _("it cannot be understood: {error}").format(error=error)[:200])
+        fault = str(error)
+        fault = fault[:LONGEST_FAULT] if len(fault) > LONGEST_FAULT else fault  # a slice is no sentence
+        text = sentence("queue.not_understood", "it cannot be understood: {error}", error=fault)
+        return IgnoredFile(status.st_uid, shown, text)
 
 
 def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
@@ -421,14 +427,12 @@ def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> T
 
 
 def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) -> Ticket:
+    told, content = content.get("after"), plain(content)  # a user's words are no sentences
     requests = content["requests"]
     if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
-        raise ValueError(_("it asks for nothing, or for too much"))
+        raise ValueError(sentence("queue.no_request", "it asks for nothing, or for too much"))
     texts = sound_fields(_TicketContent, content, ("after", "note", "command"))
     fields = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
-    after = fields.after
-    if after and not _AFTER.fullmatch(after):
-        after = f'"{after[:LONGEST_WORD]}"'
     return Ticket(
         id=ticket_id,
         uid=status.st_uid,
@@ -440,11 +444,25 @@ def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) 
         time_limit=_seconds(fields.time_limit_seconds),
         expected=_seconds(fields.expected_seconds),
         promise=_seconds(fields.promise_unix_seconds, LAST_TIME),
-        after=after,
+        after=fields.after and _after(str(told)),
         pid=checked_number(fields.pid, 1, 2**22),
         note=fields.note and fields.note[:LONGEST_WORD],
         command=fields.command and _brief(fields.command),
     )
+
+
+def _after(text: str) -> str:
+    """Return what `run --after` writes as a sentence, made anew: a user may have written its message."""
+    if not _AFTER.fullmatch(text):
+        return f'"{text[:LONGEST_WORD]}"'
+    values = {"pid": "", "user": "", "id": "", **plain(getattr(text, "values", {}))}
+    ours = (
+        sentence("queue.after_process", "waits until process {pid} has ended", pid=values["pid"]),
+        sentence(
+            "queue.after_claim", "waits until {user}'s claim {id} has ended", user=values["user"], id=values["id"]
+        ),
+    )
+    return next((own for own in ours if own == text), str(plain(text)))
 
 
 def _seconds(value: float | None, most: float = LONGEST_SECONDS) -> float | None:

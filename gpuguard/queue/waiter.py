@@ -34,6 +34,7 @@ from gpuguard.errors import (
     passing,
 )
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
@@ -185,7 +186,7 @@ class WaitingRequest:
         try:
             return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue), self._backend)
         except OSError as error:
-            why = why_full(self._directory, error)
+            why = translated(why_full(self._directory, error))
             raise LockDirectoryError(
                 _("no ticket can be written into {records}: {why}.  Try --no-wait.").format(
                     records=self._directory.records, why=why
@@ -255,7 +256,7 @@ class QueueAnswer:
             return error
         text, ticket = position_text(self.position, self.queue), self.position.ticket
         if not ticket.id and not ticket.after:  # not queued, but could be
-            text = _("not now; it would be {text}").format(text=text)
+            text = sentence("queue.not_now", "not now; it would be {text}", text=text)
         explained = waiting_error(ticket.num_gpus, text, error)
         explained.brief = brief_text(self.position, self.queue)
         return explained
@@ -572,7 +573,7 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
                 pid=pid, strerror=error.strerror
             )
         ) from None
-    after = f"waits until process {pid} has ended"
+    after = sentence("queue.after_process", "waits until process {pid} has ended", pid=pid)
     with ExitStack() as stack:
         stack.callback(os.close, process)
         stack.callback(_visible_ticket(directory, ticket, after).withdraw)
@@ -584,7 +585,7 @@ def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report
 def _wait_for_claim(
     claim: ClaimRecord, directory: LockDirectory, ticket: Ticket, report: Callable[[str], object]
 ) -> None:
-    after = f"waits until {claim.user}'s claim {claim.id} has ended"
+    after = sentence("queue.after_claim", "waits until {user}'s claim {id} has ended", user=claim.user, id=claim.id)
     file = os.path.basename(record_path(directory, claim.uid, claim.id))
     checks: list[float] = []
     watch: DirectoryWatch | None = None
@@ -619,7 +620,7 @@ def _visible_ticket(directory: LockDirectory, ticket: Ticket, after: str) -> Own
     try:
         return OwnTicket(directory, ticket_content(replace(ticket, after=after)))
     except OSError as error:
-        why = why_full(directory, error)
+        why = translated(why_full(directory, error))
         raise LockDirectoryError(
             _("no ticket can be written into {records}: {why}.").format(records=directory.records, why=why)
         ) from error

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.clusters.slurm import Queued
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.reasons import passing_text, start_text, unplanned_texts
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
+from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_count, format_duration
@@ -27,7 +29,7 @@ def slurm_text(
 ) -> list[str]:
     """Return a table of *jobs*, or the reason why it cannot be shown."""
     if isinstance(jobs, str):
-        return [_("Slurm does not say who waits there: {jobs}").format(jobs=neutralise(jobs))]
+        return [_("Slurm does not say who waits there: {jobs}").format(jobs=neutralise(translated(jobs)))]
     waiting = sum(job.state == "PENDING" for job in jobs)
     title = _("Slurm: {running} jobs with GPUs, {waiting} waiting").format(
         running=len(jobs) - waiting or _("no"), waiting=waiting or _("none")
@@ -66,45 +68,41 @@ def reservations_text(reserved: ReservationCalendar, *, width: int | None = None
     rows = []
     for status in reserved.statuses:
         reservation, now = status.reservation, reserved.now
-        times = clock_text(reservation.begins, now), clock_text(reservation.ends, now)
+        times = translated(clock_text(reservation.begins, now)), translated(clock_text(reservation.ends, now))
+        whose, told = neutralise(translated(reservation.whose)), neutralise(translated(state(status, now)))
         note = f'"{neutralise(reservation.note)}"  ' if reservation.note else ""
-        cells = neutralise(reservation.whose), str(reservation.num_gpus), *times, neutralise(reservation.id)
-        rows.append([*cells, note + neutralise(state(status, now))])
+        rows.append([whose, str(reservation.num_gpus), *times, neutralise(reservation.id), note + told])
     heads = [_("RESERVED FOR"), _("GPUS"), _("FROM"), _("UNTIL"), "ID", _("NOW")]
     lines = table(rows, heads, align="<>", width=width) if rows else []
     for ignored in reserved.ignored:
-        owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
-        lines.append(
-            shorten(
-                neutralise(
-                    _("not counted: reservation {id} of {owner}: {reason}").format(
-                        id=ignored.id, owner=owner, reason=ignored.reason
-                    )
-                ),
-                width,
-            )
-        )
+        text = _("not counted: reservation {id} of {owner}: {reason}").format(**_not_counted(ignored))
+        lines.append(shorten(neutralise(text), width))
     return lines
+
+
+def _not_counted(ignored: IgnoredFile) -> dict[str, str]:
+    owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
+    return {"id": translated(ignored.id), "owner": owner, "reason": translated(ignored.reason)}
 
 
 def state(status: ReservationStatus, now: float) -> str:
     """Return ``"begins in 3h"``, ``"1 of 2 used"`` or ``"over at 09:30 unless alice comes"``."""
     reservation = status.reservation
     if status.why_not:
-        return _("does not count: {why_not}").format(why_not=status.why_not)
+        return sentence("reservation.does_not_count", "does not count: {why_not}", why_not=status.why_not)
     if status.over and status.no_show_at is not None:
-        return _("over: {user} had no claim by {time}").format(
-            user=reservation.whose, time=clock_text(status.no_show_at, now)
-        )
+        time = clock_text(status.no_show_at, now)
+        return sentence("reservation.over", "over: {user} had no claim by {time}", user=reservation.whose, time=time)
     if reservation.begins > now:
-        return _("begins in {begins}").format(begins=format_duration(round(reservation.begins - now)))
+        begins = format_duration(round(reservation.begins - now))
+        return sentence("reservation.begins", "begins in {begins}", begins=begins)
     if status.no_show_at is not None and status.no_show_at < reservation.ends:
-        return _("over at {time} unless {user} comes").format(
-            time=clock_text(status.no_show_at, now), user=reservation.whose
+        time = clock_text(status.no_show_at, now)
+        return sentence(
+            "reservation.ends_unless", "over at {time} unless {user} comes", time=time, user=reservation.whose
         )
-    return _("{used} of {num_gpus} used").format(
-        used=min(reservation.num_gpus, len(reservation.held)), num_gpus=reservation.num_gpus
-    )
+    used = min(reservation.num_gpus, len(reservation.held))
+    return sentence("reservation.used", "{used} of {num_gpus} used", used=used, num_gpus=reservation.num_gpus)
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
@@ -128,6 +126,10 @@ def reservation_json(status: ReservationStatus, now: float) -> dict[str, Any]:
 
 _NAMES = {value: name for name, value in PRIORITIES.items()}
 _INDENT = "    "
+# Keys of sentences that say when a request starts, and perhaps why not earlier.
+_STARTS = (
+    "queue.starts_now", "queue.starts_soon", "queue.starts_soon_because", "queue.starts", "queue.starts_because",
+)  # fmt: skip
 
 
 def to_text(
@@ -150,20 +152,14 @@ def to_text(
     lines += body[:1]
     for text, position in zip(body[1:], queue.positions, strict=True):
         lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
-    lines += [line for text in unplanned_texts(queue) for line in _folded(neutralise(text), "", width)]
+    lines += [line for text in unplanned_texts(queue) for line in _folded(neutralise(translated(text)), "", width)]
     if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
     if not_counted := [ignored for ignored in queue.ignored if not ignored.unread]:
         lines += ["", _("Not counted:")]
         for ignored in not_counted:
-            owner = _("an unknown user") if ignored.uid < 0 else _("uid {uid}").format(uid=ignored.uid)
-            lines += _folded(
-                neutralise(
-                    _("ticket {id} of {owner}: {reason}").format(id=ignored.id, owner=owner, reason=ignored.reason)
-                ),
-                "  ",
-                width,
-            )
+            text = _("ticket {id} of {owner}: {reason}").format(**_not_counted(ignored))
+            lines += _folded(neutralise(text), "  ", width)
     if site.faults:
         text = _("The rules of this site do not count, because their file has faults:")
         if site.is_last_good:
@@ -192,13 +188,13 @@ def _row(position: QueuePosition, queue: QueueState) -> list[str]:
 
 
 def _prospects(position: QueuePosition, queue: QueueState) -> str:
-    text = neutralise(start_text(position, queue))
+    text = neutralise(translated(start_text(position, queue)))
     promise = position.ticket.promise
     if promise is not None and position.start is not None and position.start > promise > queue.now:
         # Requests that came later go before this one.
-        text += _("; later than promised ({promise})").format(promise=clock_text(promise, queue.now))
+        text += _("; later than promised ({promise})").format(promise=translated(clock_text(promise, queue.now)))
     passing = passing_text(position, queue)
-    return _("{text}; {passing}").format(text=text, passing=passing) if passing else text
+    return _("{text}; {passing}").format(text=text, passing=translated(passing)) if passing else text
 
 
 def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
@@ -230,4 +226,11 @@ def _position_json(position: QueuePosition, queue: QueueState) -> dict[str, Any]
         "starts_now": position.now,
         "devices": position.devices,
         "why": start_text(position, queue),
+        "reason": _reason(position, queue),
     }
+
+
+def _reason(position: QueuePosition, queue: QueueState) -> str | None:
+    """Return why it does not start earlier, without the time of its start, or None if the time is all that is known."""
+    text = start_text(position, queue, brief=True)
+    return text.values.get("why") if isinstance(text, Sentence) and text.key in _STARTS else text
