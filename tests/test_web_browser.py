@@ -21,6 +21,7 @@ from random_machines import a_random_machine
 from web_pages import a_busy_node, a_page, a_server, ask
 
 from gpuguard.device_state import uses
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.views import who
 
 for needed in ("starlette", "uvicorn", "playwright"):
@@ -164,16 +165,18 @@ def test_the_page_speaks_chinese(quiet, browser):
         assert tab.locator("#charts-title").text_content() == "Charts"  # kept
 
 
-def test_a_finding_and_why_nothing_was_done_are_chinese(tmp_path, browser):
+def test_a_sentence_of_the_log_is_chinese_and_the_same_words_of_a_user_are_not(tmp_path, browser):
     gpuguard = a_node(tmp_path)
     assert gpuguard("run", "--", "true").returncode == 0  # makes the log
     [log] = tmp_path.rglob("events.jsonl")
     line = json.loads(log.read_text().splitlines()[0])
-    text = "uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal"
-    with log.open("a") as file:
-        file.write(json.dumps({**line, "kind": "warn", "outcome": "failed", "message": text}) + "\n")
+    text = sentence("queue.starts", "starts in about {seconds}", seconds="1h29m")
+    with log.open("ab") as file:
+        for message in (text, "starts in about 2h"):
+            file.write(dumps({**line, "kind": "warn", "outcome": "failed", "message": message}) + b"\n")
     with a_page(gpuguard) as port, a_tab(browser, port, locale="zh-CN") as tab:
-        tab.locator("#events-table td", has_text="上限 3GiB：没有终端").first.wait_for()
+        tab.locator("#events-table td", has_text="1小时29分").first.wait_for()
+        tab.locator("#events-table td", has_text="starts in about 2h").first.wait_for()
 
 
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
@@ -266,7 +269,7 @@ def test_it_begins_with_what_is_free_and_what_needs_attention(tmp_path, browser)
         tab.locator("#alerts", has_text="XID 79").wait_for()
 
         assert tab.locator("#summary").text_content() == "3 of 4 GPUs free, none waiting"
-        assert tab.locator("#alert-list li").all_text_contents() == ["GPU 3 quarantined: XID 79 (by the administrator)"]
+        assert tab.locator("#alert-list li").all_text_contents() == ["GPU 3 quarantined by the administrator: XID 79"]
         assert tab.title().startswith("3 of 4 GPUs free")
 
 

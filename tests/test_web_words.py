@@ -1,4 +1,4 @@
-"""The words of the page: the same in both languages, and no sentence that gpuguard writes is left in English.
+"""The words of the page: the same in both languages; and each sentence of a frame is there in Chinese, too.
 
 They are JSON behind a line of JavaScript, so that what can be checked needs no browser.
 """
@@ -17,7 +17,7 @@ from worlds import a_bad_day, shown
 
 from gpuguard import device_state
 from gpuguard.enforcement.actions import ACTIONS
-from gpuguard.locale.sentences import phrases
+from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import ActionName, EventKind
 from gpuguard.policies.rules import RULES
 from gpuguard.queue.backfill import QueuePosition
@@ -25,6 +25,7 @@ from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reasons import reservation_text, start_text
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
+from gpuguard.web.feed import chinese
 from gpuguard.web.server import chinese_words
 
 PAGE = PACKAGE / "web" / "page"
@@ -34,10 +35,9 @@ NOW = 1_700_000_000.0
 DEVICE = a_device(0)
 
 
-def untold(sentence: str) -> bool:
-    """Whether a reader of Chinese gets it in English."""
-    patterns = [pattern for pattern, _ in phrases(str)]
-    return not all(any(re.fullmatch(pattern, part) for pattern in patterns) for part in sentence.split("; "))
+def untold(text: str) -> bool:
+    """Whether a reader of Chinese gets it in English: a sentence has its Chinese, see test_translations."""
+    return not isinstance(text, Sentence)
 
 
 def braces(words: dict[str, Any]) -> dict[str, int]:
@@ -77,6 +77,10 @@ def a_position(number: int = 1, start: float | None = None, user: str = "ada", *
     return QueuePosition(ticket, number, start, start, **given)
 
 
+def a_queue(*positions: QueuePosition, **facts: Any) -> QueueState:
+    return QueueState(positions, (), a_snapshot(DEVICE), QueueFacts(**facts), NOW)
+
+
 def reasons_to_wait() -> list[str]:
     reservation = Reservation("r", 0, 1001, "eve", 1, NOW - 60, NOW + 3600, (DEVICE.uuid,))
     claim = partial(a_claim_record, DEVICE, user="bob")
@@ -97,8 +101,7 @@ def reasons_to_wait() -> list[str]:
     ]
     texts = [reservation_text(reservation, now) for now in (NOW, NOW - 3600)]
     for positions, facts in situations:
-        queue = QueueState(tuple(positions), (), a_snapshot(DEVICE), QueueFacts(**facts), NOW)
-        texts.append(start_text(positions[-1], queue))
+        texts.append(start_text(positions[-1], a_queue(*positions, **facts)))
     return texts
 
 
@@ -131,12 +134,49 @@ def test_why_a_device_is_in_its_state_is_told_in_chinese_too():
     assert [reason for reason in reasons if untold(reason)] == []
 
 
-def test_the_page_has_the_words_of_the_log_and_the_sentences_from_the_catalogue():
-    log, sentences = re.findall(r"(?<= = |\.\.\.)(.*?)\)?;\n", chinese_words())
+def test_the_page_has_the_words_of_the_log_from_the_catalogue():
+    log = chinese_words().removeprefix("WORDS.zh.log = ").removesuffix(";\n")
 
     assert json.loads(log)["claim lost"] == "占用丢失"
-    assert dict(json.loads(sentences))["starts now"] == "现在开始"
 
 
-def test_a_sentence_without_chinese_words_is_found():
+def test_a_text_that_is_no_sentence_is_found():
     assert untold("a reason of tomorrow")
+    assert untold(str(Sentence("a reason", "key", {}) + "")), "what is made of one is a plain text"
+
+
+SAYS = {
+    "queue.starts_because": "约 {seconds} 后开始，{why}",
+    "queue.by_its_limit": "{freed}（{user} 的任务到时限）",
+    "queue.freed": "{gpu} 空闲时",
+    "; ": "；",
+    "test.kept": "{user} 要求保留 {time}（{reason}）",
+}
+
+
+def say(message: str) -> str:
+    return SAYS.get(message, message)
+
+
+def test_a_sentence_is_told_in_chinese_with_the_sentences_and_durations_in_it():
+    position, claim = a_position(1, NOW + 5340), a_claim_record(DEVICE, user="bob", ends=NOW + 5340)
+    text = start_text(position, a_queue(position, claims=(claim,)))
+
+    assert text == "starts in about 1h29m, when GPU 0 is free: time limit of bob's job"
+    assert chinese([text], say) == {text: "约 1小时29分后开始，GPU 0 空闲时（bob 的任务到时限）"}
+
+
+def test_what_has_no_chinese_or_is_no_sentence_stays_as_it_is():
+    unknown, plain = sentence("test.unknown", "since {time} on", time="2h"), "starts now"
+
+    assert chinese([unknown, plain, None, 7], say) == {unknown: "since 2h on"}
+
+
+def test_the_words_of_a_user_stay_as_they_are_though_they_look_like_ours():
+    text = sentence("test.kept", "kept for {user} {time}: {reason}", user="5d", time="2h", reason="10m")
+    several = all_of([text, "starts now"])
+
+    assert chinese([text, several], say) == {
+        text: "5d 要求保留 2小时（10m）",
+        several: "5d 要求保留 2小时（10m）；starts now",
+    }

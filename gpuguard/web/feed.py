@@ -3,19 +3,22 @@
 Without viewers it samples rarely, for the charts alone.  Charts come from the usage store where that reaches back far
 enough.  The last 12 hours are kept here, for a machine without a daemon and for the minutes that are not in the store
 yet.  One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB, so a frame is
-bounded, and what is left out of it is counted among the unknown.  Knows nothing of HTTP: see server.
+bounded, and what is left out of it is counted among the unknown.  A frame is English, and has its sentences in Chinese
+in a field of its own, by their texts.  Knows nothing of HTTP: see server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import re
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -29,7 +32,8 @@ from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
 from gpuguard.history.schema import WIDTH
-from gpuguard.locale.messages import dumps
+from gpuguard.locale import catalogue, translated
+from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.settings import read_queue_settings
@@ -57,6 +61,12 @@ METRICS = {  # a metric, named as in history.METRICS -> the field of a device
     "power": "power_draw",
 }
 TRAFFIC = {"received": "pcie_rx", "sent": "pcie_tx", "nvlink_received": "nvlink_rx", "nvlink_sent": "nvlink_tx"}
+# Places of sentences in which a duration stands, and its units in Chinese.  A user's name or words may look like one.
+_TIMES = ("age", "ahead", "begins", "limit", "longest", "now", "seconds", "span", "time", "waited")
+_UNITS = {"d": "天", "h": "小时", "m": "分", "s": "秒", "ms": "毫秒"}
+_DURATION, _UNIT = re.compile(r"(?:\d+(?:ms|[dhms]))+"), re.compile(r"ms|[dhms]")
+_END = "\0"  # of a duration: between it and Chinese no blank stands
+_AT_END = re.compile(f"{_END}(?: (?=[\u4e00-\u9fff]))?")
 _NAN = float("nan")
 # Unix times, and the values of one metric at them by uuid; None = unknown.
 ChartSeries = tuple[list[float], dict[str, list[float | None]]]
@@ -109,7 +119,7 @@ class FrameFeed:
     ) -> None:
         self._source, self._traffic, self._directory, self._events = source, traffic, directory, events
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
-        self._host = HostRates()
+        self._host, self._say = HostRates(), catalogue("zh_CN").gettext
         self._lock = threading.Lock()  # the rings are written and read by several threads
         self._charts: dict[ChartRequest, tuple[asyncio.Future[bytes], str]] = {}  # requested since the last sample
         self._sampling = ThreadPoolExecutor(1, "gpuguard-sample")
@@ -158,12 +168,14 @@ class FrameFeed:
 
     def _frame_text(self) -> bytes:
         try:
-            return _encoded(bounded(self._content()))
+            content = bounded(self._content())
+            return _encoded({**content, "chinese": chinese(_shown(content), self._say)})
         except (GpuguardError, OSError) as error:
             fault = neutralise(str(error))
         except Exception as error:  # noqa: BLE001  the border to what strangers wrote: the next sample may go well
-            fault = f"a fault inside gpuguard: {type(error).__name__}"
-        return _encoded({"schema": 1, "error": fault, "taken_at": time.time()})
+            fault = sentence("web.fault", "a fault inside gpuguard: {error}", error=type(error).__name__)
+        words = chinese([fault], self._say)
+        return _encoded({"schema": 1, "error": fault, "taken_at": time.time(), "chinese": words})
 
     def _content(self) -> dict[str, Any]:
         snapshot, age = self._source.joined()
@@ -303,7 +315,7 @@ def _is_known(series: ChartSeries, number: int) -> bool:
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
-    return dumps(content, separators=(",", ":"))
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class NumberRing:
@@ -394,13 +406,15 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
     devices = []
     for device in content["devices"]:
         name = f"GPU {device['index']}"
-        claims = _some(device["claims"], MAX_CLAIMS, f"{name}: claims", left_out)
+        what = sentence("web.claims", "{gpu}: claims", gpu=name)
+        claims = _some(device["claims"], MAX_CLAIMS, what, left_out)
         processes = device["processes"]
         if processes is not None:
-            processes = _some(processes, MAX_PROCESSES, f"{name}: processes", left_out)
+            what = sentence("web.processes", "{gpu}: processes", gpu=name)
+            processes = _some(processes, MAX_PROCESSES, what, left_out)
         devices.append({**device, "claims": claims, "processes": processes})
-    positions = _some(content["line"], MAX_POSITIONS, "the queue", left_out)
-    users = _some(content["users"], 1, "users", left_out)
+    positions = _some(content["line"], MAX_POSITIONS, sentence("web.queue", "the queue"), left_out)
+    users = _some(content["users"], 1, sentence("web.users", "users"), left_out)
     unknown = [*left_out, *content["unknown"]]
     events = [{name: _cut(value) for name, value in event.items()} for event in content["events"]]
     return {**content, "devices": devices, "users": users, "line": positions, "events": events, "unknown": unknown}
@@ -419,12 +433,13 @@ def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: lis
         nameless += user.isdecimal()
         shown.append({name: _cut(value) for name, value in row.items()})
     if len(rows) > len(shown):
-        left_out.append(f"{what}: {len(rows) - len(shown)} more are not shown")
+        count = len(rows) - len(shown)
+        left_out.append(sentence("web.left_out", "{what}: {count} more are not shown", what=what, count=count))
     return shown
 
 
 def _cut(value: Any) -> Any:
-    """Return *value*, with a text or a list of texts cut to MAX_COMMAND characters."""
+    """Return *value*, with a text or a list of texts cut to MAX_COMMAND characters; a sentence remains one."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         return value
@@ -435,4 +450,35 @@ def _cut(value: Any) -> Any:
             break
         kept.append(word)
         left -= len(word) + 1
+    if isinstance(value, Sentence):
+        return Sentence(kept[0], value.key, value.values)
     return kept[0] if isinstance(value, str) else kept
+
+
+def _shown(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a frame that the page shows as sentences; among the others are the words of users."""
+    for part in ("devices", "line", "findings", "events"):
+        for row in content[part]:
+            yield from filter(None, map(row.get, ("reason", "refused", "message")))
+            yield from (value for _name, value in row.get("facts", ()))
+    yield from content["unknown"]
+
+
+def chinese(texts: Iterable[object], say: Callable[[str], str]) -> dict[str, str]:
+    """Return the sentences among *texts* in Chinese, by their texts; *say* has the Chinese of a message."""
+    return {
+        text: _cut(_AT_END.sub("", translated(_with_units(text), say))) for text in texts if isinstance(text, Sentence)
+    }
+
+
+def _with_units(text: str) -> str:
+    """Return a sentence whose durations have Chinese units, and _END behind them."""
+    if not isinstance(text, Sentence):
+        return text
+    values = {
+        name: _UNIT.sub(lambda unit: _UNITS[unit[0]], value) + _END
+        if name in _TIMES and _DURATION.fullmatch(value)
+        else _with_units(value)
+        for name, value in text.values.items()
+    }
+    return Sentence(text, text.key, values)

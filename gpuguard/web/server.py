@@ -38,7 +38,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpuguard.daemon.server import bind_socket
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import catalogue
-from gpuguard.locale.sentences import phrases
 from gpuguard.metrics.server import host_of
 from gpuguard.model import EventKind, EventOutcome
 from gpuguard.procfs import read_text
@@ -126,11 +125,10 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
 
 
 def chinese_words() -> str:
-    """Return JavaScript that gives the page the words of the log and the sentences that the catalogue has."""
+    """Return JavaScript that gives the page the words of the log that the catalogue has."""
     say = catalogue("zh_CN").gettext
     words = *get_args(EventKind), *get_args(EventOutcome), *FACTS
-    log, sentences = json.dumps({word: say(word) for word in words}), json.dumps(list(phrases(say)))
-    return f"WORDS.zh.log = {log};\nWORDS.zh.phrases.push(...{sentences});\n"
+    return f"WORDS.zh.log = {json.dumps({word: say(word) for word in words})};\n"
 
 
 class Stream(Response):

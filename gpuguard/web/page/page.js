@@ -54,28 +54,8 @@
   const state = (name) => word(name === "unknown" ? "unknown_state" : name);
   const userLink = (user) => (user ? link({ user }, user, { class: "user" }) : make("span", { class: "user" }, word("unknown")));
   const deviceName = (device) => word("device_named", device.label);
-  const BETWEEN_CHINESE = /(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])/g; // a blank, of a duration that has Chinese units here
-  // A sentence of the server in the reader's language; one that has no words here stays as it is.
-  const patterns = ({ phrases }) => phrases.map(([pattern, form]) => [new RegExp(`^(?:${pattern})$`), form]);
-  const PHRASES = Object.fromEntries(Object.entries(WORDS).map(([name, words]) => [name, patterns(words)]));
-  // One word in a place may be a user's name: it is no sentence.
-  function known(text, inPlace = false) {
-    for (const [pattern, form] of inPlace && !text.includes(" ") ? [] : PHRASES[language]) {
-      const match = text.match(pattern);
-      if (match) return form.replace(/\$(!?)(\d)/g, (_, name, place) => name ? match[place] : phrase(match[place], true)).replace(BETWEEN_CHINESE, "");
-    }
-    return null;
-  }
-  function phrase(text, inPlace = false) {
-    const told = known(text, inPlace);
-    if (told !== null) return told;
-    if (language === "zh" && text.includes("; ")) return text.split("; ").map((part) => phrase(part)).filter(Boolean).join("；");
-    const colon = language === "zh" ? text.lastIndexOf(": ") : -1;  // a finding, and why a step was not taken
-    const finding = colon > 0 ? known(text.slice(0, colon)) : null;
-    if (finding !== null) return `${finding}：${phrase(text.slice(colon + 2))}`;
-    const units = found("durations"), letters = WORDS.en.durations;
-    return /^(\d+(ms|[dhms]))+$/.test(text) ? text.replace(/ms|[dhms]/g, (unit) => units[letters.indexOf(unit)]) : text;
-  }
+  // A sentence of a frame in the reader's language; a text that is none stays as it is.
+  const phrase = (text, { chinese } = last) => (language === "zh" && Object.hasOwn(chinese, text) ? chinese[text] : text);
 
   // Whether a device or a row is among what the address asks for.
   const isDevice = (device) => !view.gpu || device.label === view.gpu || (view.gpu.length > 7 && device.uuid.startsWith(view.gpu));
@@ -109,9 +89,11 @@
     renew(byId("filter"), word("only", only.filter(Boolean).join(" · ")), " · ", link({ gpu: null, user: null, from: null, until: null }, word("show_all")));
   }
   function showAlerts(seen) {
-    const rows = seen.devices.filter((device) => BAD.includes(device.exact_state)).map((device) => make("li", {},
-      link({ gpu: device.label }, deviceName(device)), " ", make("b", { class: `state ${device.exact_state}` }, state(device.exact_state)),
-      device.reason ? `: ${phrase(device.reason)}` : ""));
+    const rows = seen.devices.filter((device) => BAD.includes(device.exact_state)).map((device) => {
+      const why = device.reason && phrase(device.reason), tellsState = why && device.exact_state === "quarantined";  // by whom
+      return make("li", {}, link({ gpu: device.label }, deviceName(device)), " ",
+        make("b", { class: `state ${device.exact_state}` }, tellsState ? why : state(device.exact_state)), why && !tellsState ? `: ${why}` : "");
+    });
     for (const finding of seen.findings) {
       const about = [finding.user, finding.pid && word("process", finding.pid), finding.claim && word("claim_named", finding.claim),
         finding.device_label && word("device_named", finding.device_label)].filter(Boolean).join(", ");
@@ -218,16 +200,17 @@
   }
   function start(job) {
     if (job.starts_now) return word("now");
-    const why = make("span", { class: "dim" }, phrase(job.why));
+    const why = job.reason && make("span", { class: "dim" }, phrase(job.reason));
     return [make("b", {}, job.expected_start ? word("about", moment(job.expected_start)) : word("start_unknown")), " ", why];
   }
   function note(event) {
     const facts = event.facts.map(([name, value]) => {
       const [bare, text] = UNITS.fact(name, value, language, found("durations"));
       if (bare === "harm_action") return `${named(bare)} ${named(text)}`;
-      return `${named(bare)} ${text.length > MAX_FACT ? `${text.slice(0, MAX_FACT)}…` : text}`;
+      const told = phrase(text);
+      return `${named(bare)} ${told.length > MAX_FACT ? `${told.slice(0, MAX_FACT)}…` : told}`;
     });
-    return [event.message && (event.verbatim ? event.message : phrase(event.message)).replace(/(?<!\.)[.。]$/, ""), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
+    return [phrase(event.message).replace(/(?<!\.)[.。]$/, ""), facts.join(language === "zh" ? "，" : ", ")].filter(Boolean).join(language === "zh" ? "；" : "; ");
   }
   function showHost(seen) {
     const use = seen.host_use;
@@ -240,7 +223,7 @@
   }
 
   function show(seen) {
-    if (seen.error) { status(seen.error, true); return; }
+    if (seen.error) { status(phrase(seen.error, seen), true); return; }
     const first = !last;
     last = seen;
     status(word("live"), false);

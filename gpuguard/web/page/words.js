@@ -1,6 +1,6 @@
 "use strict";
-// All words of the page, as JSON.  `phrases` are sentences of the server: [pattern, what to say], where $1 is looked up itself, $!1 is not.
-// To the Chinese ones the server adds what the catalogue of gpuguard/locale has: sentences, and the words of the log.
+// All words of the page, as JSON.  To the Chinese ones the server adds the words of the log, from gpuguard/locale.
+// Each frame has the Chinese of its sentences.
 const WORDS = {
   "en": {
     "language": "中文", "dark": "dark", "light": "light", "durations": ["d", "h", "m", "s", "ms"],
@@ -33,12 +33,7 @@ const WORDS = {
     "net": "network {} in, {} out",
     "curious": "show what goes over PCIe and NVLink (each look costs the driver some 20 ms per GPU)",
     "gaps": "Not known",
-    "log": {},
-    "phrases": [
-      ["quarantined by (.+?): (.+)", "$2 (by $1)"],
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["starts in a moment", "即将开始"],
-      ["start unknown: (.+)", "$1"]
-    ]
+    "log": {}
   },
   "zh": {
     "language": "English", "dark": "深色", "light": "浅色", "durations": ["天", "小时", "分", "秒", "毫秒"],
@@ -71,10 +66,6 @@ const WORDS = {
     "net": "网络 入 {} 出 {}",
     "curious": "显示 PCIe 和 NVLink 流量（每次读取每块 GPU 约需驱动 20 毫秒）",
     "gaps": "未知项",
-    "log": {},
-    "phrases": [
-      ["starts in about (\\S+?), (.+)", "$2"], ["starts in about \\S+", ""], ["start unknown: (.+)", "$1"],
-      ["(all GPUs|GPU [\\d., ]+): (.+?): (.+)", "$1：$2：$3"], ["all GPUs", "所有 GPU"]
-    ]
+    "log": {}
   }
 };
