@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from gpuguard.locale import _, translated
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
@@ -299,21 +299,19 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     state: Literal[PlainDeviceState, "quarantined", "reserved"]
     reason: str | None
     if device.problems:
-        state, reason = "unhealthy", ", ".join(map(translated, problems or ()))
+        state, reason = "unhealthy", all_of(problems or (), ", ")
     elif device.compute_mode == "prohibited":
-        state, reason = (
-            "unhealthy",
-            ", ".join(filter(None, (_("its compute mode is 'prohibited'"), barred and translated(barred)))),
-        )
+        prohibited = sentence("state.prohibited", "its compute mode is 'prohibited'")
+        state, reason = "unhealthy", all_of(filter(None, (prohibited, barred)), ", ")
     elif barred:
-        state, reason = "quarantined", translated(barred)
+        state, reason = "quarantined", barred
     elif not claims_readable(snapshot):
-        state, reason = "unknown", _("the claims cannot be read")
+        state, reason = "unknown", sentence("state.claims_unknown", "the claims cannot be read")
     else:
         state, reason = _usage(device, bool(held) or of_whole, bool(owners), processes)
         reserved = dict(snapshot.reserved)
         if state == "free" and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
-            state, reason = "reserved", translated(kept)
+            state, reason = "reserved", kept
     plain: PlainDeviceState = "unhealthy" if state == "quarantined" else "free" if state == "reserved" else state
     claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)
     return DeviceUse(device, state, plain, reason, problems, claims, processes)
@@ -332,14 +330,16 @@ def _usage(
         belongs = any(use.claim is not None and use.process in listed for use in processes or ())
         return (working if belongs else "unclaimed_use"), None
     if hides_use(device):
-        return (working, None) if owned else ("unclaimed_use", _("memory is in use, by processes that are not listed"))
+        unlisted = sentence("state.unlisted", "memory is in use, by processes that are not listed")
+        return (working, None) if owned else ("unclaimed_use", unlisted)
     if listed:
-        return "unknown", _("the process list makes no sense")
+        return "unknown", sentence("state.implausible_list", "the process list makes no sense")
     if processes is None and (locked or device.memory_used is None):
-        return "unknown", _("no process list")
+        return "unknown", sentence("state.no_list", "no process list")
     if locked:
         return "claimed", None
-    return "free", _("no process list: judged by its memory in use") if processes is None else None
+    by_memory = sentence("state.judged_by_memory", "no process list: judged by its memory in use")
+    return "free", by_memory if processes is None else None
 
 
 def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processes) -> tuple[ProcessUse, ...] | None:
@@ -361,7 +361,7 @@ def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
     if use.plain_state == "unhealthy":
         return use
     if not instances:
-        reason = _("divided (MIG), and without an instance")
+        reason = sentence("state.no_instance", "divided (MIG), and without an instance")
         return replace(use, state="unhealthy", plain_state="unhealthy", reason=reason)
     elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
     own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
@@ -449,7 +449,8 @@ def device_title(device: Device) -> str:
     """Return its name in sentences: ``"GPU 3"``, or ``"MIG instance 3.1 (3g.40gb)"`` for its GPU instance 1."""
     if device.parent_uuid is None:
         return f"GPU {device.label}"
-    return f"MIG instance {device.label}" + (f" ({device.mig_profile})" if device.mig_profile else "")
+    label = device.label + (f" ({device.mig_profile})" if device.mig_profile else "")
+    return sentence("gpu.mig_instance", "MIG instance {label}", label=label)
 
 
 def model_name(device: Device) -> str:

@@ -21,17 +21,24 @@ from gpuguard.device_state import (
     unlisted_memory,
     user_label,
 )
-from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import nsentence, sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_bytes, format_count, format_duration
+from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Problems that may pass by themselves, so that waiting makes sense; the others need an administrator.
-_PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
+# The keys of problems that may pass by themselves, so that waiting makes sense; the others need an administrator.
+_PASSING = (
+    "problem.unresponsive",
+    "problem.call_failed",
+    "unresponsive",
+)  # the last: of a recording, or of a daemon before an upgrade
+
+_ITS_MEMORY = sentence("refused.its_memory", "its memory")
+_ITS_FREE_MEMORY = sentence("refused.its_free_memory", "its free memory")
 
 MIG_SET: Final = "--allow-mig-set"  # without it a job of several devices takes no instance
 # The option of the command line that asks for something that a device lacks; "outer limit" if CUDA_VISIBLE_DEVICES,
@@ -151,28 +158,40 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
     if not request.share or request.memory is None:
         return
     if device.compute_mode == "exclusive_process":
-        yield Reason(_("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)"), True)
+        text = sentence(
+            "refused.exclusive", "in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)"
+        )
+        yield Reason(text, True)
     if sharing.unknown:
-        yield Reason(_("shared by a claim whose record cannot be read: how much is left is unknown"))
+        text = sentence(
+            "refused.unknown_share", "shared by a claim whose record cannot be read: how much is left is unknown"
+        )
+        yield Reason(text)
         return
     if not slots_left(sharing, request.slots):
         yield Reason(
-            _("shared by {count} already, and no more may join: {shared_by}").format(
-                count=sharing.count, shared_by=shared_by(sharing)
+            sentence(
+                "refused.no_slot",
+                "shared by {count} already, and no more may join: {shared_by}",
+                count=sharing.count,
+                shared_by=shared_by(sharing),
             ),
             False,
             "--slots",
         )
     room, left = capacity(device), memory_left(device, sharing)
     if room is not None and room < request.memory:
-        yield Reason(_("has {room} of memory even when it is empty").format(room=format_bytes(room)), True, "--memory")
+        yield Reason(_too_little(room), True, "--memory")
     elif left is None:
-        yield _unknown(device, "memory_used", _("its memory in use"), terms)
+        yield _unknown(device, "memory_used", sentence("refused.its_memory_used", "its memory in use"), terms)
     elif left < request.memory:
-        among = _(" beside {shared_by}").format(shared_by=shared_by(sharing)) if sharing.count else ""
-        yield Reason(
-            _("only {left} left{among}").format(left=format_bytes(max(0, left)), among=among), False, "--memory"
-        )
+        among = sentence("refused.beside", " beside {shared_by}", shared_by=shared_by(sharing)) if sharing.count else ""
+        text = sentence("refused.left", "only {left} left{among}", left=format_bytes(max(0, left)), among=among)
+        yield Reason(text, False, "--memory")
+
+
+def _too_little(room: int) -> str:
+    return sentence("refused.too_little", "has {room} of memory even when it is empty", room=format_bytes(room))
 
 
 def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
@@ -188,100 +207,123 @@ def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
         text = ", ".join(facts)
         is_owned = process.user is not None or process.uid is not None
         texts.append(f"{shown(user_label(process.user, process.uid))} ({text})" if is_owned else text)
-    return ", ".join(texts) + (_(" and {count} more").format(count=len(biggest) - 2) if len(biggest) > 2 else "")
+    first = ", ".join(texts)
+    if len(biggest) <= 2:
+        return first
+    return sentence("refused.and_more", "{users} and {count} more", users=first, count=len(biggest) - 2)
 
 
 def shown(text: str, width: int = 60) -> str:
     """Return the text of another user, made harmless and cut to *width*."""
-    plain = neutralise(text[: width + 1])
+    plain = neutralise(text if len(text) <= width else text[: width + 1])
     return plain if len(plain) <= width else plain[: width - 1] + "…"
 
 
 def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     request, family = terms.request, {device.uuid, device.parent_uuid}
     if terms.wanted is not None and not family & terms.wanted:
-        yield Reason(_("not in --devices {devices}").format(devices=",".join(request.devices or ())), True, "--devices")
+        devices = ",".join(request.devices or ())
+        text = sentence("refused.not_in_devices", "not in --devices {devices}", devices=devices)
+        yield Reason(text, True, "--devices")
     if family & terms.excluded:
-        yield Reason(_("in --exclude {exclude}").format(exclude=",".join(request.exclude)), True, "--exclude")
+        text = sentence("refused.excluded", "in --exclude {exclude}", exclude=",".join(request.exclude))
+        yield Reason(text, True, "--exclude")
     if request.within is not None and not family & set(request.within):
-        yield Reason(request.within_reason or _("outside the GPUs that are allowed here"), True, "outer limit")
+        outside = sentence("refused.outside", "outside the GPUs that are allowed here")
+        yield Reason(request.within_reason or outside, True, "outer limit")
 
 
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     wanted, count = terms.request.mig, terms.instances.get(device.uuid, 0)
     if device.parent_uuid is None and device.mig_mode and count:
-        instances = format_count(count, "MIG instance")
-        yield Reason(_("divided into {instances}: jobs run on those").format(instances=instances), True)
+        instances = nsentence("count.mig_instances", "{number} MIG instance", "{number} MIG instances", count)
+        text = sentence("refused.divided", "divided into {instances}: jobs run on those", instances=instances)
+        yield Reason(text, True)
     elif device.parent_uuid is None and device.mig_mode:
-        yield Reason(
-            _("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)"), True
+        text = sentence(
+            "refused.no_instance",
+            "MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)",
         )
+        yield Reason(text, True)
     elif device.parent_uuid and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
-        yield Reason(
-            _("a MIG instance: one process can use only one ({mig_set})").format(mig_set=MIG_SET), True, MIG_SET
+        text = sentence(
+            "refused.lone_instance", "a MIG instance: one process can use only one ({mig_set})", mig_set=MIG_SET
         )
+        yield Reason(text, True, MIG_SET)
     elif wanted is None:
         return
     elif device.parent_uuid is None:
-        yield Reason(_("not divided into MIG instances"), True, "--mig")
+        yield Reason(sentence("refused.not_divided", "not divided into MIG instances"), True, "--mig")
     elif device.mig_profile is None:
-        yield _unknown(device, "mig_profile", _("its profile"), terms, "--mig", permanent=True)
+        what = sentence("refused.its_profile", "its profile")
+        yield _unknown(device, "mig_profile", what, terms, "--mig", permanent=True)
     elif device.mig_profile.lower() != wanted.lower():
-        yield Reason(_("its profile is {name}").format(name=shown(device.mig_profile)), True, "--mig")
+        text = sentence("refused.profile", "its profile is {name}", name=shown(device.mig_profile))
+        yield Reason(text, True, "--mig")
 
 
 def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
     globs = terms.request.models
     if globs and device.name is None:
-        yield _unknown(device, "name", _("its model"), terms, "--model", permanent=True)
+        what = sentence("refused.its_model", "its model")
+        yield _unknown(device, "name", what, terms, "--model", permanent=True)
     elif globs and not is_one_of_models(device.name or "", globs):
-        yield Reason(_("its model is {name}").format(name=shown(device.name or "")), True, "--model")
+        text = sentence("refused.model", "its model is {name}", name=shown(device.name or ""))
+        yield Reason(text, True, "--model")
 
 
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
     request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
     if request.min_total is not None and total is None:
-        yield _unknown(device, "memory_total", _("its memory"), terms, "--min-total", permanent=True)
+        yield _unknown(device, "memory_total", _ITS_MEMORY, terms, "--min-total", permanent=True)
     elif request.min_total is not None and (total or 0) < request.min_total:
-        yield Reason(_("has {total} of memory in all").format(total=format_bytes(total)), True, "--min-total")
+        text = sentence("refused.too_small", "has {total} of memory in all", total=format_bytes(total))
+        yield Reason(text, True, "--min-total")
 
     if request.min_free is not None and room is not None and room < request.min_free:
-        yield Reason(
-            _("has {room} of memory even when it is empty").format(room=format_bytes(room)), True, "--min-free"
-        )
+        yield Reason(_too_little(room), True, "--min-free")
     elif request.min_free is not None and free is None:
-        yield _unknown(device, "memory_free", _("its free memory"), terms, "--min-free")
+        yield _unknown(device, "memory_free", _ITS_FREE_MEMORY, terms, "--min-free")
     elif request.min_free is not None and (free or 0) < request.min_free:
-        yield Reason(_("only {free} free").format(free=format_bytes(free)), False, "--min-free")
+        text = sentence("refused.free", "only {free} free", free=format_bytes(free))
+        yield Reason(text, False, "--min-free")
 
     fraction = request.min_free_fraction
     if fraction is not None and room is None:
-        yield _unknown(device, "memory_total", _("its memory"), terms)
+        yield _unknown(device, "memory_total", _ITS_MEMORY, terms)
     elif fraction is not None and free is None:
-        yield _unknown(device, "memory_free", _("its free memory"), terms)
+        yield _unknown(device, "memory_free", _ITS_FREE_MEMORY, terms)
     elif fraction is not None and room is not None and free is not None and free < fraction * room:
-        text = _("only {part:.1%} of its memory is free, less than {least:.1%}")
-        yield Reason(text.format(part=free / room, least=fraction))
+        text = sentence(
+            "refused.free_part",
+            "only {part} of its memory is free, less than {least}",
+            part=f"{free / room:.1%}",
+            least=f"{fraction:.1%}",
+        )
+        yield Reason(text)
 
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
+    gaps = terms.snapshot.gaps
+    why = next((gap.reason for gap in gaps if (gap.device, gap.field) == (device.uuid, "problems")), None)
     for problem in device.problems or ():
-        gaps = terms.snapshot.gaps
-        why = next(
-            (
-                f" ({shown(translated(gap.reason))})"
-                for gap in gaps
-                if (gap.device, gap.field) == (device.uuid, "problems")
-            ),
-            "",
+        text = shown(problem, 200)
+        if why is not None:
+            text = sentence("refused.problem", "{problem} ({why})", problem=text, why=shown(why))
+        yield Reason(text, getattr(problem, "key", problem) not in _PASSING)
+    if device.compute_mode == "prohibited":
+        text = sentence(
+            "refused.prohibited",
+            "its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)",
         )
-        yield Reason(shown(translated(problem), 200) + why, not problem.lower().startswith(_PASSING))
-    if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
-        yield Reason(_("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)"), True)
+        yield Reason(text, True)
     if device.compute_mode == "exclusive_process" and (owners := occupants(device)):
-        yield Reason(
-            _("in exclusive-process mode and taken by {used_by}").format(used_by=used_by(owners, terms.snapshot.clock))
+        text = sentence(
+            "refused.taken",
+            "in exclusive-process mode and taken by {used_by}",
+            used_by=used_by(owners, terms.snapshot.clock),
         )
+        yield Reason(text)
 
 
 def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -289,59 +331,83 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
     holder = terms.taken.get(device.uuid) or terms.taken.get(device.parent_uuid or "")
     whole = terms.sharing.get(device.parent_uuid or "", UNSHARED)
     if not holder and whole.count:
-        holder = _("its whole GPU is shared by {shared_by}").format(shared_by=shared_by(whole))
+        holder = sentence("refused.whole_shared", "its whole GPU is shared by {shared_by}", shared_by=shared_by(whole))
     if holder:
-        yield Reason(translated(holder))
+        yield Reason(holder)
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     request, others = terms.request, _others_on(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
-        yield Reason(_("its process list is not plausible, so who uses it is unknown"))
+        text = sentence("refused.implausible_list", "its process list is not plausible, so who uses it is unknown")
+        yield Reason(text)
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
         option: RefusalKey = (
             "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
         )
-        reason = _unknown(device, "processes", _("its list of processes"), terms, option)
+        reason = _unknown(
+            device, "processes", sentence("refused.its_processes", "its list of processes"), terms, option
+        )
         yield replace(reason, permanent=reason.permanent and not shared)  # a share may end
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
-        limit = _(" ({count} processes)").format(count=len(others)) if allowed else ""
-        whose = _(", whose share is unknown") if shared else ""
+        limit = sentence("refused.processes", " ({count} processes)", count=len(others)) if allowed else ""
+        whose = sentence("refused.whose_share", ", whose share is unknown") if shared else ""
+        desktop = ""
         drawn = sum(process.memory_used or 0 for process in device.processes or () if process.kind in DRAWING)
         if all(process.kind in DRAWING for process in others) and drawn <= MOST_DESKTOP_MEMORY:
-            whose += _(", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it").format(
-                desktop=format_bytes(desktop_limit(device, request.tolerance)), size=f"{drawn // 2**30 + 1}GiB"
+            desktop = sentence(
+                "refused.desktop",
+                ", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it",
+                desktop=format_bytes(desktop_limit(device, request.tolerance)),
+                size=f"{drawn // 2**30 + 1}GiB",
             )
-        yield Reason(
-            _("{memory}used by {used_by}{limit}{whose}").format(
-                memory=memory, used_by=used_by(others, terms.snapshot.clock), limit=limit, whose=whose
-            )
+        text = sentence(
+            "refused.used",
+            "{memory}used by {used_by}{limit}{whose}{desktop}",
+            memory=memory,
+            used_by=used_by(others, terms.snapshot.clock),
+            limit=limit,
+            whose=whose,
+            desktop=desktop,
         )
+        yield Reason(text)
     elif not allowed and device.memory_used is None:
         if device.processes is None and not device.problems:
-            text = _("neither its processes nor its memory in use are known, so nothing says that it is free")
+            text = sentence(
+                "refused.nothing_known",
+                "neither its processes nor its memory in use are known, so nothing says that it is free",
+            )
             fields = ("processes", "memory_used")
             yield Reason(text, all((gap := _gap(device, field, terms)) and gap.is_lasting for field in fields))
     elif not allowed and hides_use(device, request.tolerance):
         rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
-        whose = "" if device.processes is None else _(", by no process that is visible")
-        whose = _(", the driver gives no list of processes") if _has_no_list(device, terms) else whose
-        holds = _("an idle GPU may hold {most} (--tolerance)").format(most=format_bytes(most))
-        yield Reason(
-            _("{rest} in use{whose}; {holds}").format(rest=format_bytes(rest), whose=whose, holds=holds),
-            False,
-            "--tolerance",
+        whose = "" if device.processes is None else sentence("refused.by_none", ", by no process that is visible")
+        if _has_no_list(device, terms):
+            whose = sentence("refused.no_list", ", the driver gives no list of processes")
+        text = sentence(
+            "refused.in_use",
+            "{rest} in use{whose}; {holds}",
+            rest=format_bytes(rest),
+            whose=whose,
+            holds=sentence("refused.idle_gpu", "an idle GPU may hold {most} (--tolerance)", most=format_bytes(most)),
         )
+        yield Reason(text, False, "--tolerance")
 
 
 # option, the request's limit, the device's value, what it is, its unit
 _LIMITS: tuple[tuple[RefusalKey, str, str, str, str], ...] = (
-    ("--max-util", "max_util", "utilization", N_("utilization"), "%"),
-    ("--max-memory-util", "max_memory_util", "memory_utilization", N_("memory utilization"), "%"),
-    ("--max-temperature", "max_temperature", "temperature", N_("temperature"), "C"),
+    ("--max-util", "max_util", "utilization", sentence("field.utilization", "utilization"), "%"),
+    (
+        "--max-memory-util",
+        "max_memory_util",
+        "memory_utilization",
+        sentence("field.memory_utilization", "memory utilization"),
+        "%",
+    ),
+    ("--max-temperature", "max_temperature", "temperature", sentence("field.temperature", "temperature"), "C"),
 )
 
 
@@ -352,15 +418,17 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
         if limit is None or (option == "--max-util" and request.share and limit >= 100):
             continue
         if value is None:
-            yield _unknown(device, field, _("its {what}").format(what=_(what)), terms, option)
+            yield _unknown(device, field, sentence("refused.its", "its {what}", what=what), terms, option)
         elif value > limit:
-            yield Reason(
-                _("{what} is {value:.0f}{unit}, more than {limit:g}{unit} ({option})").format(
-                    what=_(what), value=value, unit=unit, limit=limit, option=option
-                ),
-                False,
-                option,
+            text = sentence(
+                "refused.above",
+                "{what} is {value}, more than {limit} ({option})",
+                what=what,
+                value=f"{value:.0f}{unit}",
+                limit=f"{limit:g}{unit}",
+                option=option,
             )
+            yield Reason(text, False, option)
 
 
 _RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
@@ -442,12 +510,10 @@ def _unknown(
 ) -> Reason:
     """Return the reason for a value that is not known.  Waiting does not help if the driver never reports it."""
     gap = _gap(device, field, terms)
-    why = f" ({shown(translated(gap.reason))})" if gap else ""
-    return Reason(
-        _("{what} is unknown{why}").format(what=what, why=why),
-        permanent or (gap is not None and gap.is_lasting),
-        option,
-    )
+    if gap is None:
+        return Reason(sentence("refused.unknown", "{what} is unknown", what=what), permanent, option)
+    text = sentence("refused.unknown_because", "{what} is unknown ({why})", what=what, why=shown(gap.reason))
+    return Reason(text, permanent or gap.is_lasting, option)
 
 
 def _gap(device: Device, field: str, terms: Terms) -> Gap | None:
@@ -509,8 +575,11 @@ def slots_left(sharing: Sharing, slots: int) -> int:
 def shared_by(sharing: Sharing) -> str:
     """Return a text such as ``"alice (10GiB) and bob (20GiB)"``."""
     names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
-    names += [_("{unknown} without a record").format(unknown=sharing.unknown)] if sharing.unknown else []
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    if sharing.unknown:
+        names.append(sentence("share.unknown", "{unknown} without a record", unknown=sharing.unknown))
+    if len(names) < 2:
+        return names[0] if names else ""
+    return sentence("share.by", "{others} and {last}", others=", ".join(names[:-1]), last=names[-1])
 
 
 def _believed(record: ClaimRecord, device: Device) -> int:

@@ -25,7 +25,8 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from gpuguard.locale import N_, _
+from gpuguard.locale import translated
+from gpuguard.locale.messages import all_of, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,34 +34,44 @@ if TYPE_CHECKING:
     from gpuguard.claims.claim import Claim
     from gpuguard.eligibility import Refusal
 
-INSTALLED_ANEW = (
-    "{} was installed while this program, of gpuguard {}, was running.  "
-    "Start it again; the guard by `systemctl restart gpuguard`."
-)
-CROWDED = N_(
+CROWDED = sentence(
+    "shortage.processes",
     "no further process or thread can be started here: see `ulimit -u`, TasksMax= of a service, and what runs "
-    "(`ps -eLf`)."
+    "(`ps -eLf`).",
 )
 
 
 def shortage(error: Exception) -> str | None:
     """What this machine or this user has run out of and what to look at, or None if *error* has another reason."""
+    lacking = _shortage(error)
+    return lacking and translated(lacking)
+
+
+def _shortage(error: Exception) -> str | None:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EMFILE:
-        most = os.sysconf("SC_OPEN_MAX")
-        return _("no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.").format(
-            most=most
+        return sentence(
+            "shortage.files",
+            "no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.",
+            most=os.sysconf("SC_OPEN_MAX"),
         )
     if code == errno.ENFILE:
-        return _(
-            "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and what opens so many."
+        return sentence(
+            "shortage.files_of_machine",
+            "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and what opens so many.",
         )
     if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
-        return _(CROWDED)
+        return CROWDED
     if code == errno.ENOLCK:
-        return _("the kernel gives no further lock now: see `free -h` and /proc/locks; of NFS, its service for locks.")
+        return sentence(
+            "shortage.locks",
+            "the kernel gives no further lock now: see `free -h` and /proc/locks; of NFS, its service for locks.",
+        )
     if code == errno.ENOMEM or isinstance(error, MemoryError):
-        return _("no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup.")
+        return sentence(
+            "shortage.memory",
+            "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup.",
+        )
     return None
 
 
@@ -83,7 +94,7 @@ class InvalidRequest(GpuguardError, ValueError):
     """
 
     def __init__(self, fault: str = "", hint: str = "") -> None:
-        super().__init__(f"{fault}\n{hint}" if hint else fault)
+        super().__init__(all_of((fault, hint), "\n") if hint else fault)
         self.fault, self.hint = fault, hint
 
 
@@ -121,7 +132,7 @@ class NotEnoughGpus(GpuguardError):
     """Fewer devices than wanted can be had now.  Nothing stays claimed.
 
     Args:
-        headline: how many were wanted, and how many there are.
+        headline: how many were wanted, and how many there are; a sentence.
         wanted: how many devices were asked for.
         available: how many could have been had.
         refused: the other devices, each with its reasons.
@@ -141,7 +152,7 @@ class NotEnoughGpus(GpuguardError):
         advice: str = "",
         see: str = "",
     ) -> None:
-        super().__init__("\n".join([headline, *reasons, *filter(None, (advice, see))]))
+        super().__init__("\n".join([translated(headline), *reasons, *filter(None, (advice, see))]))
         self.headline, self.reasons, self.advice, self.see = headline, tuple(reasons), advice, see
         self.wanted = wanted
         self.available = available
@@ -172,7 +183,9 @@ class WaitTimeout(NotEnoughGpus):
     @classmethod
     def after(cls, missing: NotEnoughGpus) -> NotEnoughGpus:
         """Make the error from the one that says what was still missing when the time was over."""
-        return cls.under(_("the time to wait is over: {missing}").format(missing=missing.headline), missing)
+        return cls.under(
+            sentence("errors.time_is_over", "the time to wait is over: {missing}", missing=missing.headline), missing
+        )
 
 
 class ClaimError(GpuguardError):

@@ -314,12 +314,11 @@ GROUPED_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 OF_THE_BOARD = tuple(field.name for field in DEVICE_FIELDS.values() if field.of_board)
 
-# The reasons of gaps that stay however long you wait, as the backends word them.
+# The reasons of gaps that stay however long you wait: their keys, and words of nvidia-smi.
 _NEVER_TOLD = frozenset({
-    "not supported", "this driver does not have it", "deprecated in this driver",  # of NVML
-    "[not supported]", "n/a", "[n/a]", "nvidia-smi does not tell it",
-    "this model does not have it", "the simulated driver does not tell it",
-    "the simulated driver gives no process list",
+    "nvml.not_supported", "nvml.not_in_driver", "nvml.deprecated", "smi.not_told",
+    "sim.not_in_model", "sim.not_told", "sim.no_process_list",
+    "[not supported]", "n/a", "[n/a]", "not supported",
 })  # fmt: skip
 
 
@@ -334,7 +333,7 @@ class Gap:
     @property
     def is_lasting(self) -> bool:
         """Whether, as far as the reason says, the driver will not report the field later either."""
-        return self.reason.lower() in _NEVER_TOLD
+        return getattr(self.reason, "key", self.reason.lower()) in _NEVER_TOLD
 
 
 @dataclass(frozen=True)

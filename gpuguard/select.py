@@ -30,7 +30,8 @@ from gpuguard.eligibility import (
     terms_of,
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.locale import _, ngettext
+from gpuguard.locale import _, translated
+from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, options_of, spelled
 from gpuguard.units import format_bytes, format_bytes_within, format_count, format_duration
@@ -150,8 +151,13 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
     usable = len(_usable(choice.eligible, request))
-    headline = _("wanted {count}, but {there} free now.").format(
-        count=format_count(request.num_gpus, "GPU"), there=_there("is", usable)
+    headline = sentence(
+        "select.not_free",
+        "wanted {count}, but {there} free now.",
+        count=_gpus(request.num_gpus),
+        there=nsentence("select.only_is", "only {number} is", "only {number} are", usable)
+        if usable
+        else sentence("select.none_is", "none is"),
     )
     outer = [f"  {limit}" for limit in _outer_limits(could)]
     reasons = [*outer, *_explained(passing), *_mixed(choice.eligible)]
@@ -160,10 +166,11 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
 
 def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
     """Return the error of a request that waits: *why*, and below it the reasons of *missing* if they are known."""
-    text = _("wanted {count}: {why}.") if why else _("wanted {count}.")
-    first = text.format(count=format_count(wanted, "GPU"), why=why)
+    first = sentence("select.wanted", "wanted {count}.", count=_gpus(wanted))
+    if why:
+        first = sentence("select.wanted_but", "wanted {count}: {why}.", count=_gpus(wanted), why=why)
     error = NotEnoughGpus.under(first, missing) if missing else NotEnoughGpus(first, wanted)
-    error.brief = why
+    error.brief = translated(why)
     return error
 
 
@@ -178,8 +185,13 @@ def instances_note(devices: Sequence[Device], request: Request) -> str | None:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return, for example, ``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
-    return f"{device_title(refusal.device)}: {'; '.join(reason.text for reason in refusal.reasons)}"
+    """Return, for example, ``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``, for the user."""
+    reasons = all_of(reason.text for reason in refusal.reasons)
+    return translated(all_of((device_title(refusal.device), reasons), ": "))
+
+
+def _gpus(count: int) -> str:
+    return nsentence("count.gpus", "{number} GPU", "{number} GPUs", count)
 
 
 def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
@@ -189,18 +201,19 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     for claim in claims:
         if not claim.alive:
             continue
-        ago = _(", {now} ago").format(now=format_duration(int(now - claim.since))) if claim.since is not None else ""
+        ago = ""
+        if claim.since is not None:
+            ago = sentence("claim.ago", ", {now} ago", now=format_duration(int(now - claim.since)))
         what = f'"{shown(claim.note)}"' if claim.note else shown(" ".join(claim.command or ()))
-        text = _("claimed by {shown}{ago}").format(shown=shown(claim.user), ago=ago) + (
-            _(": {shown}").format(shown=what) if what else ""
-        )
+        text = sentence("claim.claimed", "claimed by {shown}{ago}", shown=shown(claim.user), ago=ago)
         for uuid in claim.devices:
             if is_share_of(claim, uuid):
                 part = f" ({format_bytes(claim.memory)})" if claim.memory is not None else ""
                 shares.setdefault(uuid, []).append(f"{shown(claim.user)}{part}")
             else:
-                taken[uuid] = text
-    return {uuid: _("shared by {users}").format(users=", ".join(users)) for uuid, users in shares.items()} | taken
+                taken[uuid] = all_of((text, what), ": ") if what else text
+    shared = {uuid: sentence("claim.shared", "shared by {users}", users=", ".join(of)) for uuid, of in shares.items()}
+    return shared | taken
 
 
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
@@ -295,11 +308,16 @@ def _never(request: Request, could: Choice, available: int) -> ImpossibleRequest
     names = list(dict.fromkeys(option.split()[0] for option in asked))
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
     outer = _outer_limits(could)
-    used = _(" that one job can use together") if len(kinds) > 1 else _(" that can be used") if faults or outer else ""
-    condition = _(" that can satisfy {asked}").format(asked=" ".join(asked)) if asked else used
-    there = f"{_there('exist', fit)}{condition}"
+    there = sentence(
+        "select.exist",
+        "{there}{condition}",
+        there=nsentence("select.only_exist", "only {number} exists", "only {number} exist", fit)
+        if fit
+        else sentence("select.none_exists", "none exists"),
+        condition=_condition(asked, several=len(kinds) > 1, limited=bool(faults or outer)),
+    )
     if alone and not asked:
-        there = _("one process can use only {count} here").format(count=fit)
+        there = sentence("select.only_one", "one process can use only {count} here", count=fit)
     sizes = [size for name in names for size in _SIZES if size == name]
     largest: Mapping[str, int] = {size: _largest(request, could, size) for size in sizes}
     droppable = [name for name in names if name != "--memory" and not largest.get(name)]
@@ -318,7 +336,7 @@ def _never(request: Request, could: Choice, available: int) -> ImpossibleRequest
         advice.append(_("add {mig_set} if a launcher starts one process for each instance").format(mig_set=MIG_SET))
     hint = _(", or ").join(advice)
     return ImpossibleRequest(
-        _("wanted {count}, but {there}.").format(count=format_count(request.num_gpus, "GPU"), there=there),
+        sentence("select.never", "wanted {count}, but {there}.", count=_gpus(request.num_gpus), there=there),
         request.num_gpus,
         available,
         could.refused,
@@ -334,6 +352,15 @@ def _never(request: Request, could: Choice, available: int) -> ImpossibleRequest
     )
 
 
+def _condition(asked: Sequence[str], *, several: bool, limited: bool) -> str:
+    """Return what the devices that exist do, to be counted, or ""."""
+    if asked:
+        return sentence("select.satisfy", " that can satisfy {asked}", asked=" ".join(asked))
+    if several:
+        return sentence("select.together", " that one job can use together")
+    return sentence("select.usable", " that can be used") if limited else ""
+
+
 def _see(request: Request) -> str:
     return _("`gpuguard explain {spelled}` shows each GPU.").format(spelled=spelled(request))
 
@@ -341,7 +368,7 @@ def _see(request: Request) -> str:
 def _outer_limits(could: Choice) -> list[str]:
     """Say in words what leaves only some devices to this process, such as CUDA_VISIBLE_DEVICES."""
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option == "outer limit")
-    return list(dict.fromkeys(reason.text for reason in reasons))
+    return list(dict.fromkeys(translated(reason.text) for reason in reasons))
 
 
 def _largest(request: Request, could: Choice, option: RefusalKey) -> int:
@@ -366,7 +393,7 @@ def _lacking(could: Choice) -> list[str]:
     reasons = (reason for refusal in could.refused for reason in refusal.reasons if reason.option not in own_words)
     counts = Counter(reason.text for reason in reasons)
     lines = [
-        _("  {text} ({count})").format(text=text, count=format_count(count, "GPU"))
+        _("  {text} ({count})").format(text=translated(text), count=format_count(count, "GPU"))
         for text, count in counts.most_common(_MOST_FACTS)
     ]
     return lines + (
@@ -396,15 +423,6 @@ def _mixed(devices: Sequence[Device]) -> list[str]:
     counts = ", ".join(f"{format_count(count, 'GPU')} ({title})" for title, count in vendors.items())
     several = _("  {counts}: one job cannot use GPUs of several vendors").format(counts=counts)
     return [*([text] if both else []), *([several] if len(vendors) > 1 else [])]
-
-
-def _there(verb: str, count: int) -> str:
-    """Return "none is", "only 1 is" or "only 4 are", or the like with "exist"."""
-    if not count:
-        return _("none is") if verb == "is" else _("none exists")
-    if verb == "is":
-        return ngettext("only {count} is", "only {count} are", count).format(count=count)
-    return ngettext("only {count} exists", "only {count} exist", count).format(count=count)
 
 
 # Of equally good devices, those with the shortest paths between them work best together.

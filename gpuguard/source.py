@@ -25,7 +25,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import mounts, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import Sentence, dumps, sentence
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY, WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
@@ -34,8 +34,9 @@ FindDirectory = Callable[[], "LockDirectory | None"]
 # Reads the claims on these devices; the claims of a moment ago save it a search for their holders.
 ReadClaims = Callable[[LockDirectory, Sequence[str], Sequence[ClaimRecord]], tuple[ClaimRecord, ...]]
 
-_OTHER_NAMESPACE = (
-    "the pids are those of another pid namespace (a container's host): users and commands cannot be told from in here"
+_OTHER_NAMESPACE = sentence(
+    "source.other_pid_namespace",
+    "the pids are those of another pid namespace (a container's host): users and commands cannot be told from in here",
 )
 
 
@@ -121,10 +122,13 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
     try:
         directory = find_directory()
         if directory is None:
-            raise ClaimError(_("no directory of claims was named"))
+            raise ClaimError(sentence("source.no_directory", "no directory of claims was named"))
         claims = of_their_users(read(directory, [device.uuid for device in snapshot.devices], snapshot.claims))
     except (ClaimError, OSError) as error:
-        reason = " ".join((shortage(error) or str(error)).split())
+        text = shortage(error) or str(error)
+        reason = " ".join(text.split())
+        if isinstance(text, Sentence):
+            reason = Sentence(reason, text.key, text.values)
         return replace(snapshot, claims=(), gaps=(*gaps, Gap(None, "claims", reason)))
     # Claims are as old as the daemon knows them, because a record says whatever its owner likes.
     since = {(claim.uid, claim.id): claim.since for claim in snapshot.claims if claim.since is not None}

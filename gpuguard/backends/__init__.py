@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -88,13 +88,28 @@ def open_backend(name: str) -> OpenedBackend:
     kind, _colon, spec = name.partition(":")
     if len(parts_of(name)) > 1:
         raise InvalidRequest(
-            _("{name} is several backends, each of which needs a worker: open_worker opens them.").format(name=name)
+            sentence(
+                "backend.several",
+                "{name} is several backends, each of which needs a worker: open_worker opens them.",
+                name=name,
+            )
         )
     if kind not in BACKENDS:
         raise InvalidRequest(
-            _("there is no backend {kind!r}: choose one of {backends}.").format(kind=kind, backends=", ".join(BACKENDS))
+            sentence(
+                "backend.none",
+                "there is no backend {kind}: choose one of {backends}.",
+                kind=repr(kind),
+                backends=", ".join(BACKENDS),
+            )
         )
     backend = import_module(f"gpuguard.backends.{kind}").open(spec)
     if not isinstance(backend, OpenedBackend):
-        raise BackendError(f"the backend {kind} is not whole: `Add a backend` in CONTRIBUTING.md says what it needs.")
+        raise BackendError(
+            sentence(
+                "backend.not_whole",
+                "the backend {kind} is not whole: `Add a backend` in CONTRIBUTING.md says what it needs.",
+                kind=kind,
+            )
+        )
     return backend

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard import __version__, errors
 from gpuguard.backends import RECORDED, parts_of, spawn
 from gpuguard.locale import _, translated
-from gpuguard.locale.messages import MESSAGE_IDS, with_sentences
+from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import stat_of
 
@@ -35,7 +35,8 @@ NEXT_DEVICE_SECONDS = 0.4  # once one device hangs, so that a sample of eight de
 STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
 RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
 
-_SILENT = "a driver call did not come back"
+_SILENT = sentence("driver.silent", "a driver call did not come back")
+_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
 
 
 def open_worker(
@@ -115,9 +116,8 @@ class WorkerBackend:
                 hung_before = True
             except BrokenPipeError:
                 self._abandon()
-                raise errors.DriverUnresponsive(
-                    _("the process that reads the GPUs ended by itself.  Try again.")
-                ) from None
+                text = sentence("worker.ended", "the process that reads the GPUs ended by itself.  Try again.")
+                raise errors.DriverUnresponsive(translated(text)) from None
 
     def close(self) -> None:
         """End the worker and reap it; the next sample starts another one.
@@ -163,8 +163,12 @@ class WorkerBackend:
         try:
             return spawn.start_worker(self.name)
         except OSError as error:  # a caller that tries again and again can go on: a job, or a waiting request
-            why = errors.shortage(error) or f"no process could be started that reads the GPUs: {error.strerror}."
-            raise errors.BackendError(why) from error
+            why = errors.shortage(error) or sentence(
+                "worker.not_started",
+                "no process could be started that reads the GPUs: {error}.",
+                error=error.strerror or str(error),
+            )
+            raise errors.BackendError(translated(why)) from error
 
     def _await_ready(self, channel: spawn.Channel) -> None:
         try:
@@ -174,12 +178,18 @@ class WorkerBackend:
                         _("the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ...")
                     )
                 if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
-                    raise _unresponsive(f"the driver did not initialise within {INIT_SECONDS:.0f} s")
+                    reason = sentence(
+                        "worker.not_initialised",
+                        "the driver did not initialise within {seconds} s",
+                        seconds=f"{INIT_SECONDS:.0f}",
+                    )
+                    raise _unresponsive(reason)
             reply = spawn.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
-                raise errors.DriverUnresponsive(
-                    _("the driver library crashed while it initialised.  Try `nvidia-smi`.")
+                text = sentence(
+                    "worker.crashed_early", "the driver library crashed while it initialised.  Try `nvidia-smi`."
                 )
+                raise errors.DriverUnresponsive(translated(text))
             _raise_error(reply)
             self._version = str(reply[1]) if reply[1:] else ""
             if self._version != __version__ and (self._same_version or not self._version):
@@ -198,7 +208,7 @@ class WorkerBackend:
         reply = spawn.receive(channel.replies, lambda: _in_time(channel, seconds))
         if reply is None:
             index, _ = spawn.read_mark(channel.mark)
-            raise _Stuck(index, f"the driver library crashed ({_where(index)})")
+            raise _Stuck(index, sentence("worker.crashed", "the driver library crashed ({where})", where=_where(index)))
         _raise_error(reply)
         _snapshot, packed, *ids = reply  # a worker of before an upgrade sends none
         if self._version == __version__:
@@ -210,7 +220,14 @@ class WorkerBackend:
 
     def _installed_anew(self) -> errors.BackendError:
         another = f"gpuguard {self._version}" if self._version else "another gpuguard"
-        return errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
+        text = sentence(
+            "worker.installed_anew",
+            "{another} was installed while this program, of gpuguard {version}, was running.  "
+            "Start it again; the guard by `systemctl restart gpuguard`.",
+            another=another,
+            version=__version__,
+        )
+        return errors.BackendError(translated(text))
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """Return the snapshot with uuids that a former worker knew: a new one must not read devices that it skips."""
@@ -221,7 +238,7 @@ class WorkerBackend:
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
         others = tuple(device for device in snapshot.devices if device.index not in self._skip)
         vendor = next((device.vendor for device in snapshot.devices), Device.vendor)  # a worker has one vendor
-        gone = tuple(Device(i, uuid, vendor=vendor, problems=("unresponsive",)) for i, uuid in wanted.items())
+        gone = tuple(Device(i, uuid, vendor=vendor, problems=(_UNRESPONSIVE,)) for i, uuid in wanted.items())
         gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
         gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
@@ -237,7 +254,8 @@ class _Stuck(Exception):
 
 
 def _unresponsive(reason: str) -> errors.DriverUnresponsive:
-    return errors.DriverUnresponsive(_("{reason}.  Try `nvidia-smi`; if it hangs too, reboot.").format(reason=reason))
+    text = sentence("worker.unresponsive", "{reason}.  Try `nvidia-smi`; if it hangs too, reboot.", reason=reason)
+    return errors.DriverUnresponsive(translated(text))
 
 
 def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
@@ -265,11 +283,14 @@ def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
 def _in_time(channel: spawn.Channel, seconds: float) -> None:
     # Called before each piece of a reply: text that a library has printed is there at once, and may be all that comes.
     if late := _overdue(channel, seconds):
-        raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
+        where = _where(late[0])
+        raise _Stuck(late[0], sentence("driver.silent_at", "a driver call did not come back ({where})", where=where))
 
 
 def _where(index: int | None) -> str:
-    return "the driver" if index is None else f"device {index}"
+    if index is None:
+        return sentence("driver.itself", "the driver")
+    return sentence("driver.device", "device {index}", index=index)
 
 
 def _raise_error(reply: tuple[object, ...]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError
+from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.vendors import NVIDIA
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gpuguard.backends.client import WorkerBackend
+
+
+_SHOWN_TWICE = sentence("backend.shown_twice", "two backends show it: name one of them")
 
 
 class MergedBackend:
@@ -43,7 +47,10 @@ class MergedBackend:
                 gaps += snapshot.gaps
             except BackendError as fault:
                 error = error or fault
-                reason = str(fault).partition("\n")[0]
+                text = str(fault)
+                reason = text.partition("\n")[0]
+                if isinstance(text, Sentence):
+                    reason = Sentence(reason, text.key, text.values)
                 known = [device for device in self._known[worker] if wanted is None or device.uuid in wanted]
                 found[worker] = tuple(map(_unread, known))
                 gaps += [Gap(device.uuid, "device", reason) for device in known] or [Gap(None, "device", reason)]
@@ -89,7 +96,7 @@ class MergedBackend:
         for worker in nvidia_first:
             for device in found.get(worker, ()):
                 if device.uuid in shown:
-                    gaps.append(Gap(device.uuid, "device", "two backends show it: name one of them"))
+                    gaps.append(Gap(device.uuid, "device", _SHOWN_TWICE))
                 else:
                     yield replace(device, index=first + device.index, ordinal=device.index) if first else device
             shown |= {device.uuid for device in self._known[worker]}
@@ -99,7 +106,8 @@ class MergedBackend:
 def _unread(device: Device) -> Device:
     """Return a device that could not be read, with only the fields that identify it."""
     names = ("index", "uuid", "name", "vendor", "parent_uuid", "mig_profile", "gpu_instance_id")
-    return Device(problems=("unresponsive",), **{name: getattr(device, name) for name in names})
+    unresponsive = sentence("problem.unresponsive", "unresponsive")
+    return Device(problems=(unresponsive,), **{name: getattr(device, name) for name in names})
 
 
 def _joined(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -22,6 +22,7 @@ from gpuguard.backends.nvml_calls import (
     LOST,
     NOT_FOUND,
     PROBLEMS,
+    REASONS,
     CallResult,
     DeviceLost,
     KnownDevice,
@@ -32,6 +33,7 @@ from gpuguard.backends.nvml_calls import (
 from gpuguard.backends.nvml_fields import FIRST_READERS, READERS
 from gpuguard.backends.plausibility import is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.procfs import boot_clock
 
@@ -52,13 +54,19 @@ SLOW_SECONDS = 0.0005  # for the first device; if it is faster, the others are r
 MOST_DEVICES = 1024  # of a machine: each takes a call, so a count without a meaning would take hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
+_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
+_SILENT = sentence("driver.silent", "a driver call did not come back")
+_NOT_FOR_MIG = sentence("driver.not_for_mig", "not told for MIG instances")
+
 _Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Nvml:
     """Open the devices of this machine.  Raises BackendError if the driver cannot be reached."""
     if spec:
-        raise InvalidRequest(f"the backend nvml takes no {spec!r}: write `--backend nvml`.")
+        raise InvalidRequest(
+            sentence("nvml.takes_none", "the backend nvml takes no {spec}: write `--backend nvml`.", spec=repr(spec))
+        )
     return Nvml()
 
 
@@ -160,15 +168,15 @@ class Nvml:
         known = self._devices.get(index)
         uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
         if index in self.skip:
-            gap = Gap(uuid, "device", "a driver call did not come back")
-            return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
+            return [(Device(index, uuid, problems=(_UNRESPONSIVE,)), [Gap(uuid, "device", _SILENT)])]
         self.progress(index)
         prefetched = self._ahead and self._ahead.of(index)
         opened = known or prefetched or self._opened(index)
         if isinstance(opened, KnownDevice) and self._owners.get(opened.uuid) != index:
             opened = self._named(opened)
         if isinstance(opened, CallResult):
-            problem = PROBLEMS.get(opened.code, f"cannot be opened: {opened.reason}")
+            closed = sentence("problem.cannot_be_opened", "cannot be opened: {reason}", reason=opened.reason)
+            problem = PROBLEMS.get(opened.code, closed)
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", opened.reason)])]
         if seek is not None:
             if not self._may_be(opened, seek):
@@ -193,7 +201,8 @@ class Nvml:
             if (owner := self._owners.setdefault(instance.uuid, instance.index)) == instance.index:
                 found.append((instance, gaps))
             else:
-                reading.gap("mig instances", f"GPU {owner} has {instance.uuid}, too")
+                has_it = sentence("nvml.has_it_too", "GPU {index} has {uuid}, too", index=owner, uuid=instance.uuid)
+                reading.gap("mig instances", has_it)
         return found
 
     def _named(self, opened: KnownDevice) -> KnownDevice | CallResult:
@@ -202,8 +211,9 @@ class Nvml:
         if owner == opened.index:
             return opened
         self._devices.pop(opened.index, None)
-        same = f"GPU {owner} has the same uuid" if owner is not None else f"its uuid is {opened.uuid!r:.40}"
-        return CallResult(None, BAD_TEXT, same)
+        if owner is None:
+            return CallResult(None, BAD_TEXT, _odd_uuid(opened.uuid))
+        return CallResult(None, BAD_TEXT, sentence("nvml.same_uuid", "GPU {index} has the same uuid", index=owner))
 
     def _read_ahead(self, fields: Collection[str]) -> Ahead:
         def prefetch(index: int) -> KnownDevice | CallResult:
@@ -227,9 +237,21 @@ class Nvml:
         if self._count is None:
             answer = call(self._nvml, "nvmlDeviceGetCount")
             if answer.code:
-                raise BackendError(f"the driver does not count its GPUs: {answer.reason}.  Try `nvidia-smi`.")
+                raise BackendError(
+                    sentence(
+                        "nvml.no_count",
+                        "the driver does not count its GPUs: {reason}.  Try `nvidia-smi`.",
+                        reason=answer.reason,
+                    )
+                )
             if not 0 <= answer.value <= MOST_DEVICES:
-                raise BackendError(f"the driver counts {answer.value} GPUs, which cannot be.  Try `nvidia-smi`.")
+                raise BackendError(
+                    sentence(
+                        "nvml.odd_count",
+                        "the driver counts {count} GPUs, which cannot be.  Try `nvidia-smi`.",
+                        count=answer.value,
+                    )
+                )
             self._count = int(answer.value)
         return self._count
 
@@ -255,7 +277,7 @@ class Nvml:
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
         """Return Snapshot.topology of the devices that can be asked, and a gap for each pair that is unknown."""
         healthy = [device for device in devices if device.index in self._devices and not device.parent_uuid]
-        healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
+        healthy = [device for device in healthy if not {PROBLEMS[LOST], _UNRESPONSIVE} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
         buses = {device.uuid: self._bus_id(device) if linked else None for device in healthy}
         pairs, gaps = [], []
@@ -267,7 +289,8 @@ class Nvml:
             if answer.value in _TOPOLOGY:
                 pairs.append((one.uuid, other.uuid, _TOPOLOGY[answer.value]))
             else:
-                gaps.append(Gap(one.uuid, f"topology to {other.uuid}", answer.reason or f"level {answer.value}"))
+                level = sentence("nvml.level", "level {number}", number=answer.value)
+                gaps.append(Gap(one.uuid, f"topology to {other.uuid}", answer.reason or level))
         return tuple(pairs), gaps
 
     def _ancestor(self, one: int, other: int) -> CallResult:
@@ -300,10 +323,9 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
 
 def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """Return a device that was lost before or while it was read; no value that was just read counts."""
-    reason = "the GPU is lost"
     name = opened.facts.get(("nvmlDeviceGetName",), CallResult()).value
-    device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
-    return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
+    device = Device(opened.index, opened.uuid, name=name, problems=(PROBLEMS[LOST],))
+    return device, [Gap(opened.uuid, group, REASONS[LOST]) for group in sorted(set(fields) - {model.BRIEF})]
 
 
 THREADS = 8
@@ -369,18 +391,26 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
         if handle.code == NOT_FOUND:
             continue  # the numbers in use need not be the first ones
         if handle.code:
-            parent.gap("mig instances", f"instance {number}: {handle.reason}")
+            parent.gap("mig instances", _of_instance(number, handle.reason))
             continue
         instance = Reading(parent.nvml, KnownDevice(parent.device.index, handle.value, ""), parent.fields)
         uuid = instance.call("nvmlDeviceGetUUID")
         sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
         if not sound or uuid.value in uuids:
-            parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
+            parent.gap("mig instances", _of_instance(number, uuid.reason or _odd_uuid(uuid.value)))
             continue
         instance.device.uuid = uuid.value
         uuids.append(uuid.value)
         yield _read(instance, parent), instance.gaps
     parent.device.instances = frozenset(uuids)
+
+
+def _of_instance(number: int, reason: str) -> str:
+    return sentence("nvml.instance", "instance {number}: {reason}", number=number, reason=reason)
+
+
+def _odd_uuid(uuid: str) -> str:
+    return sentence("nvml.odd_uuid", "its uuid is {uuid}", uuid=f"{uuid!r:.40}")
 
 
 def _read(instance: Reading, parent: Reading) -> Device:
@@ -394,7 +424,7 @@ def _read(instance: Reading, parent: Reading) -> Device:
         if group in instance.fields:
             READERS[group](instance)
     if model.UTILIZATION in instance.fields:
-        instance.gap("utilization", "not told for MIG instances")
+        instance.gap("utilization", _NOT_FOR_MIG)
     for gap in parent.gaps:
         if gap.field in model.OF_THE_BOARD:
             instance.gap(gap.field, gap.reason)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
-from gpuguard.locale import N_
+from gpuguard.locale.messages import sentence
 from gpuguard.model import BRIEF, DEVICE_FIELDS, Gap
 from gpuguard.vendors import NVIDIA
 
@@ -31,14 +31,23 @@ NO_DATA, DEPRECATED, NOT_READY, UNKNOWN = 21, 26, 27, 999
 BAD_TEXT = -1  # not in nvml.h: a string that is not UTF-8
 
 REASONS = {
-    NOT_SUPPORTED: N_("not supported"), NO_PERMISSION: N_("no permission"), NOT_FOUND: N_("nothing found"),
-    FUNCTION_NOT_FOUND: N_("this driver does not have it"), LOST: N_("the GPU is lost"),
-    RESET_REQUIRED: N_("the GPU needs a reset"), NO_DATA: N_("no value"),
-    DEPRECATED: N_("deprecated in this driver"),
-    TIMEOUT: N_("the driver timed out"), UNKNOWN: N_("unknown driver error"), BAD_TEXT: N_("the text is not UTF-8"),
-}  # fmt: skip
+    NOT_SUPPORTED: sentence("nvml.not_supported", "not supported"),
+    NO_PERMISSION: sentence("nvml.no_permission", "no permission"),
+    NOT_FOUND: sentence("nvml.nothing_found", "nothing found"),
+    FUNCTION_NOT_FOUND: sentence("nvml.not_in_driver", "this driver does not have it"),
+    LOST: sentence("driver.gpu_lost", "the GPU is lost"),
+    RESET_REQUIRED: sentence("driver.gpu_needs_reset", "the GPU needs a reset"),
+    NO_DATA: sentence("nvml.no_value", "no value"),
+    DEPRECATED: sentence("nvml.deprecated", "deprecated in this driver"),
+    TIMEOUT: sentence("nvml.timed_out", "the driver timed out"),
+    UNKNOWN: sentence("nvml.unknown_error", "unknown driver error"),
+    BAD_TEXT: sentence("nvml.not_utf8", "the text is not UTF-8"),
+}
 
-PROBLEMS = {LOST: "lost", RESET_REQUIRED: "reset required"}
+PROBLEMS = {
+    LOST: sentence("problem.lost", "lost"),
+    RESET_REQUIRED: sentence("problem.reset_required", "reset required"),
+}
 
 # The value does not exist here: that says nothing bad about the device.
 ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND, NO_DATA, DEPRECATED})
@@ -49,11 +58,13 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
 # Driver 535.261 does not load without glibc: "dlvsym: symbol not found", and its programs ask for glibc's loader.
-NEEDS_GLIBC = N_(
+NEEDS_GLIBC = sentence(
+    "nvml.needs_glibc",
     "NVIDIA's driver library needs glibc, and this Python stands on another C library (musl, as in Alpine).\n"
     "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky.  "
-    "`--backend simulated` tries gpuguard without a GPU."
+    "`--backend simulated` tries gpuguard without a GPU.",
 )
+_NOT_IN_BINDING = sentence("nvml.not_in_binding", "this nvidia-ml-py does not have it")
 
 
 @dataclass(slots=True)
@@ -75,14 +86,18 @@ def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _
                 OWN_FUNCTIONS[function](nvml, function) if function in OWN_FUNCTIONS else getattr(nvml, function, None)
             )
             if asked is None:
-                return CallResult(None, FUNCTION_NOT_FOUND, "this nvidia-ml-py does not have it")
+                return CallResult(None, FUNCTION_NOT_FOUND, _NOT_IN_BINDING)
             return CallResult(asked(*arguments))
         except nvml.NVMLError as error:
-            code, reason = error.value, REASONS.get(error.value) or f"{error} (code {error.value})"
+            code, reason = error.value, REASONS.get(error.value) or _other(error)
         except UnicodeDecodeError:
             code, reason = BAD_TEXT, REASONS[BAD_TEXT]
         if made >= tries.get(code, 1):
             return CallResult(None, code, reason)
+
+
+def _other(error: Any) -> str:
+    return sentence("nvml.other_code", "{words} (code {code})", words=str(error), code=error.value)
 
 
 _ROOM = 64  # processes on one device; as a rule there are fewer
@@ -151,7 +166,7 @@ def start() -> Any:
     try:
         import pynvml as nvml  # it may be missing, and only the process that reads the devices needs it
     except ImportError:
-        text = N_("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.")
+        text = sentence("nvml.no_binding", "the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.")
         raise DriverNotFound(text) from None
     answer = call(nvml, "nvmlInit", tries={})
     if answer.code:
@@ -171,36 +186,49 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
     if answer.code == LIBRARY_NOT_FOUND and not has_glibc():
         return DriverNotFound(NEEDS_GLIBC)
     if answer.code == LIBRARY_NOT_FOUND:
-        text = N_(
+        text = sentence(
+            "nvml.no_library",
             "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "
             "it.\nInstall the driver, or start the container with `--gpus all`.  "
-            "`--backend simulated` tries gpuguard without a GPU."
+            "`--backend simulated` tries gpuguard without a GPU.",
         )
         return DriverNotFound(text)
     # This call answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
     library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = NVIDIA.kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
-        return DriverNotFound(
-            f"libnvidia-ml.so.1 ({library or 'of unknown version'}) is there, but no NVIDIA kernel module answers.\n"
+        text = sentence(
+            "nvml.no_kernel_module",
+            "libnvidia-ml.so.1 ({library}) is there, but no NVIDIA kernel module answers.\n"
             "Load it with `sudo modprobe nvidia` (after a kernel update: reboot), or see `dmesg`.  "
-            "`--backend simulated` tries gpuguard without a GPU."
+            "`--backend simulated` tries gpuguard without a GPU.",
+            library=library or sentence("nvml.unknown_version", "of unknown version"),
         )
+        return DriverNotFound(text)
     if answer.code == VERSION_MISMATCH:
-        text = (
-            f"the driver library is of version {library or 'unknown'}, the loaded kernel module of version "
-            f"{kernel or 'unknown'}: the driver was updated while the old module was in use.\n"
+        text = sentence(
+            "nvml.mismatch",
+            "the driver library is of version {library}, the loaded kernel module of version {kernel}: the driver was "
+            "updated while the old module was in use.\n"
             "Reboot; or end all GPU processes and who watches them (`systemctl stop gpuguard`) and reload the module: "
-            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`."
+            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`.",
+            library=library or sentence("nvml.unknown", "unknown"),
+            kernel=kernel or sentence("nvml.unknown", "unknown"),
         )
         return DriverMismatch(text, library, kernel)
     if answer.code == NO_PERMISSION:
-        text = N_(
+        text = sentence(
+            "nvml.refused",
             "the driver refuses this user.  "
-            "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them."
+            "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them.",
         )
         return DriverPermission(text)
-    return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
+    text = sentence(
+        "nvml.not_initialised",
+        "the driver cannot be initialised: {reason}.  Try `nvidia-smi`, and see `dmesg`.",
+        reason=answer.reason,
+    )
+    return BackendError(text)
 
 
 # How long an answer is kept: a fact for ever, a setting for nvml.SETTINGS_SECONDS and, where BRIEF is wanted, a recent
@@ -287,7 +315,8 @@ class Reading:
         value = convert(answer.value) if convert else answer.value
         facts = DEVICE_FIELDS.get(name)
         if value is None or (facts and not facts.holds(value)):
-            self.gap(name, f"implausible value {answer.value!r:.40}")
+            value = f"{answer.value!r:.40}"
+            self.gap(name, sentence("nvml.implausible_value", "implausible value {value}", value=value))
         else:
             self.values[name] = value
 
@@ -302,5 +331,11 @@ class Reading:
 
     def fault(self, function: str, answer: CallResult) -> None:
         """Note a problem if a call that always works on healthy devices gave a code that those do not give."""
-        if answer.code and answer.code not in ABSENT and answer.code != RESET_REQUIRED:
-            self.problem(f"{function}: {answer.reason}")
+        if is_fault(answer):
+            text = sentence("problem.call_failed", "{function}: {reason}", function=function, reason=answer.reason)
+            self.problem(text)
+
+
+def is_fault(answer: CallResult) -> bool:
+    """Return whether a call that always works on healthy devices gave a code that those do not give."""
+    return bool(answer.code) and answer.code not in ABSENT and answer.code != RESET_REQUIRED

@@ -23,8 +23,10 @@ from gpuguard.backends.nvml_calls import (
     Keep,
     Rates,
     Reading,
+    is_fault,
 )
 from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     BRIEF,
     BUSY_MEMORY,
@@ -65,6 +67,11 @@ SMALLEST_CONTEXT = 2 * 2**20  # bytes: drivers hand out memory in pages of this 
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 # A client of the MPS server is also listed as a compute process.
 _KINDS = {("compute",): "compute", ("graphics",): "graphics", ("compute", "graphics"): "compute+graphics"}
+
+
+_ECC_IS_OFF = sentence("driver.ecc_is_off", "ECC is off")
+_FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
+_NO_LINK = sentence("nvml.no_link", "no link tells")
 
 
 @dataclass(frozen=True)
@@ -210,13 +217,19 @@ def read_memory(reading: Reading) -> None:
         if _fits(reserved=reserved or 0, **parts):
             reading.values.update({f"memory_{name}": value for name, value in parts.items()})
             if reserved is None:
-                reading.gap("memory_reserved", "this driver counts it as used memory")
+                counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
+                reading.gap("memory_reserved", counted)
             else:
                 reading.values["memory_reserved"] = reserved
             return
-        answer = CallResult(reason=f"implausible values {parts}")
+        reason = sentence("driver.implausible_values", "implausible values {values}", values=str(parts))
+        answer = CallResult(reason=reason)
     if answer.code not in ABSENT:
-        reading.memory_doubt = f"the memory of the GPU cannot be checked against it: {answer.reason}"
+        reading.memory_doubt = sentence(
+            "nvml.memory_doubt",
+            "the memory of the GPU cannot be checked against it: {reason}",
+            reason=answer.reason,
+        )
     for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
         reading.gap(name, answer.reason)
 
@@ -248,7 +261,7 @@ def read_processes(reading: Reading) -> None:
             rows = _with_utilization(reading, rows)
     else:
         # The processes that have these pids here are not the ones that the driver means, so the pids stay mere numbers.
-        reading.gap("processes", f"implausible list: {reason}")
+        reading.gap("processes", sentence("driver.implausible_list", "implausible list: {reason}", reason=reason))
     reading.values["processes"] = tuple(rows)
 
 
@@ -290,7 +303,9 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[st
         reason = _implausibility(reading, lists, used and used.used)
     for kind, answer in failed.items():
         reading.gap("processes" if kind == "compute" else f"processes ({kind})", answer.reason)
-        reading.fault(f"{kind} processes", answer)
+        if is_fault(answer):
+            text = sentence("problem.list_failed", "{kind} processes: {reason}", kind=kind, reason=answer.reason)
+            reading.problem(text)
     return lists, failed, reason
 
 
@@ -358,7 +373,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     for pid, memory in (row for rows in lists.values() for row in rows):
         most[pid] = max(memory or 0, most.get(pid, 0))
     if total is not None and sum(most.values()) > total:
-        return "the processes of all kinds have more memory than the GPU"
+        return sentence("implausible.more_than_gpu_in_all", "the processes of all kinds have more memory than the GPU")
     return None
 
 
@@ -464,17 +479,17 @@ def read_health(reading: Reading) -> None:
         pending = reading.call_kept("setting", "nvmlDeviceGetRetiredPagesPendingStatus")
         reading.fault("nvmlDeviceGetRetiredPagesPendingStatus", pending)
         if pending.value == 1:
-            reading.problem("page retirement pending")
+            reading.problem(sentence("problem.page_retirement_pending", "page retirement pending"))
     elif not rows.code:
         _, _, pending_remap, failed = rows.value
         if pending_remap:
-            reading.problem("row remap pending")
+            reading.problem(sentence("problem.row_remap_pending", "row remap pending"))
         if failed:
-            reading.problem("row remap failed")
+            reading.problem(sentence("problem.row_remap_failed", "row remap failed"))
 
     fabric = reading.call_kept("setting", FABRIC)
     if not fabric.code and fabric.value >> _ROUTE_SHIFT & _ROUTE_WIDTH == _ROUTE_UNHEALTHY:
-        reading.problem("the NVLink fabric has an unhealthy route")
+        reading.problem(sentence("problem.unhealthy_route", "the NVLink fabric has an unhealthy route"))
 
 
 def remapped_rows(reading: Reading) -> CallResult:
@@ -490,7 +505,7 @@ def read_ecc(reading: Reading) -> None:
         for aggregate, since in enumerate(("volatile", "aggregate")):
             name = f"ecc_{kind}_{since}"
             if mode.code or not reading.values.get("ecc_mode"):
-                reading.gap(name, mode.reason or "ECC is off")
+                reading.gap(name, mode.reason or _ECC_IS_OFF)
             else:
                 reading.set_field(name, reading.call("nvmlDeviceGetTotalEccErrors", uncorrected, aggregate))
     pages = [reading.call("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
@@ -511,7 +526,8 @@ def read_nvlink(reading: Reading) -> None:
             answer = reading.call_kept("fact", "nvmlDeviceGetNvLinkRemotePciInfo", link)
             links.append((link, bus_id(answer.value)))
         if answer.code:
-            reading.gap("nvlink_links", f"link {link}: {answer.reason}")
+            why = sentence("nvml.link", "link {number}: {reason}", number=link, reason=answer.reason)
+            reading.gap("nvlink_links", why)
             return
     reading.values["nvlink_links"] = tuple(links)
 
@@ -530,7 +546,7 @@ def read_nvlink_flow(reading: Reading) -> None:
         or any(count < before[1][key] for key, count in counts.items())
     ):
         for name in (*_NVLINK_COUNTERS.values(), "nvlink_flow"):
-            reading.gap(name, answer.reason or ("a rate needs two looks" if counts else "no link tells"))
+            reading.gap(name, answer.reason or (_FIRST_LOOK if counts else _NO_LINK))
         return
     rates = {key: (count - before[1][key]) * 1024.0 / (at - before[0]) for key, count in counts.items()}
     for name in _NVLINK_COUNTERS.values():

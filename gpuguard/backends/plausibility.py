@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpuguard.locale.messages import sentence
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -59,19 +61,19 @@ def implausibility(
     most = LARGEST_MEMORY if memory_total is None else memory_total
     for pid, memory in rows:
         if not 2 <= pid <= pid_max:
-            return f"pid {pid} cannot be a process"
+            return sentence("implausible.pid", "pid {pid} cannot be a process", pid=pid)
         if pid in seen:
-            return f"pid {pid} is listed twice"
+            return sentence("implausible.twice", "pid {pid} is listed twice", pid=pid)
         seen.add(pid)
         if memory is not None and memory < 0:
-            return f"pid {pid} has {memory} bytes"
+            return sentence("implausible.bytes", "pid {pid} has {memory} bytes", pid=pid, memory=memory)
         if memory is not None and memory > most:
-            return f"pid {pid} has more memory than the GPU"
+            return sentence("implausible.pid_more_than_gpu", "pid {pid} has more memory than the GPU", pid=pid)
         if not (alive(pid) or (own_pids and (memory or 0) % PAGE == 0)):
-            return f"pid {pid} is not in this pid namespace"
+            return sentence("implausible.pid_elsewhere", "pid {pid} is not in this pid namespace", pid=pid)
     total = sum(memory or 0 for _, memory in rows)
     if memory_used is not None and total > memory_used + SLACK:
-        return "the processes have more memory than is used"
+        return sentence("implausible.more_than_used", "the processes have more memory than is used")
     if total > most:
-        return "the processes have more memory than the GPU"
+        return sentence("implausible.more_than_gpu", "the processes have more memory than the GPU")
     return None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file, open_named, write_all
 from gpuguard.jsonio import decode, loads
-from gpuguard.locale.messages import dumps
+from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_duration
 
@@ -64,9 +64,22 @@ class RecordingWriter:
         try:
             self._descriptor = open_named(self.path, flags)
         except FileExistsError:
-            raise InvalidRequest(f"{self.path} is there already: name another file, or add --append.") from None
+            raise InvalidRequest(
+                sentence(
+                    "recording.exists",
+                    "{path} is there already: name another file, or add --append.",
+                    path=self.path,
+                )
+            ) from None
         except OSError as error:
-            raise InvalidRequest(f"{self.path} cannot be written: {error.strerror}.") from error
+            raise InvalidRequest(
+                sentence(
+                    "recording.not_written",
+                    "{path} cannot be written: {error}.",
+                    path=self.path,
+                    error=str(error.strerror),
+                )
+            ) from error
         self._size = os.fstat(self._descriptor).st_size
         self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
         self._before: Any = None
@@ -114,11 +127,21 @@ def read_samples(path: str, advance: Callable[[float], None] = lambda share: Non
             if not isinstance(content, dict):
                 raise ValueError("it is no object")
             if number == 0 and "gpuguard_recording" not in content:
-                raise BackendError(f"{path} is no recording: `gpuguard record {path}` would make one.")
+                raise BackendError(
+                    sentence(
+                        "recording.none", "{path} is no recording: `gpuguard record {path}` would make one.", path=path
+                    )
+                )
             if "gpuguard_recording" in content:
                 if (version := content["gpuguard_recording"]) != VERSION:
                     raise BackendError(
-                        f"{path} is of version {version!r:.20}, and this gpuguard reads {VERSION}: update it."
+                        sentence(
+                            "recording.version",
+                            "{path} is of version {version}, and this gpuguard reads {own}: update it.",
+                            path=path,
+                            version=f"{version!r:.20}",
+                            own=VERSION,
+                        )
                     )
                 before = None
                 continue
@@ -126,7 +149,15 @@ def read_samples(path: str, advance: Callable[[float], None] = lambda share: Non
             if not isinstance(before, dict):
                 raise ValueError("it is no object")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise BackendError(f"{path}, line {number + 1}: this is no sample: {error!r:.100}.") from None
+            raise BackendError(
+                sentence(
+                    "recording.no_sample",
+                    "{path}, line {number}: this is no sample: {error}.",
+                    path=path,
+                    number=number + 1,
+                    error=f"{error!r:.100}",
+                )
+            ) from None
         yield before
 
 
@@ -140,18 +171,29 @@ def _lines(path: str, advance: Callable[[float], None]) -> Iterator[bytes]:
                 begun = True
                 advance(raw.tell() / size)
                 if len(line) > MAX_LINE:
-                    raise BackendError(f"{path}: a line is longer than any sample.")
+                    raise BackendError(
+                        sentence("recording.long_line", "{path}: a line is longer than any sample.", path=path)
+                    )
                 if line.endswith(b"\n"):
                     yield line
     except EOFError:
         pass
     except (zlib.error, gzip.BadGzipFile) as error:
         if not begun:
-            raise BackendError(f"{path} is no recording, which is a gzip file: {error}.") from None
+            raise BackendError(
+                sentence(
+                    "recording.no_gzip",
+                    "{path} is no recording, which is a gzip file: {error}.",
+                    path=path,
+                    error=str(error),
+                )
+            ) from None
     except OSError as error:
-        raise BackendError(f"{path} cannot be read: {error.strerror}.") from None
+        raise BackendError(
+            sentence("file.not_read", "{path} cannot be read: {error}.", path=path, error=str(error.strerror))
+        ) from None
     if not begun:
-        raise BackendError(f"{path} is empty: nothing was recorded.")
+        raise BackendError(sentence("recording.empty", "{path} is empty: nothing was recorded.", path=path))
 
 
 def _change(before: Any, after: Any) -> Any:
@@ -204,7 +246,9 @@ def unpack(packed: object) -> Snapshot:
     try:
         snapshot = decode(Snapshot, packed)
     except ValueError as error:
-        raise BackendError(f"this recording is damaged: {error}.") from None
+        raise BackendError(
+            sentence("recording.damaged", "this recording is damaged: {error}.", error=str(error))
+        ) from None
     return replace(snapshot, recorded=True)
 
 
@@ -212,12 +256,18 @@ def open(spec: str = "") -> Replay:
     """Open the recording that *spec* names, FILE or FILE?speed=60&at=10m.  Raises InvalidRequest or BackendError."""
     path, _, options = spec.partition("?")
     if not path:
-        raise InvalidRequest("say which recording is meant, as in --backend replay:node7.rec.")
+        raise InvalidRequest(
+            sentence("replay.which", "say which recording is meant, as in --backend replay:node7.rec.")
+        )
     chosen = {"speed": "1", "at": "0s"}
     for option in filter(None, options.split("&")):
         name, _, value = option.partition("=")
         if name not in chosen:
-            raise InvalidRequest(f"a replay has no option {name!r}: replay:FILE?speed=60&at=10m.")
+            raise InvalidRequest(
+                sentence(
+                    "replay.option", "a replay has no option {name}: replay:FILE?speed=60&at=10m.", name=repr(name)
+                )
+            )
         chosen[name] = value
     at = float("inf") if chosen["at"] == "end" else parse_duration(chosen["at"])
     try:
@@ -225,7 +275,13 @@ def open(spec: str = "") -> Replay:
     except ValueError:
         speed = 0.0
     if not 0.001 <= speed <= 1e6:
-        raise InvalidRequest(f"speed={chosen['speed']!r:.20}: write how many times faster, as in speed=60.")
+        raise InvalidRequest(
+            sentence(
+                "replay.speed",
+                "speed={speed}: write how many times faster, as in speed=60.",
+                speed=f"{chosen['speed']!r:.20}",
+            )
+        )
     return Replay(path, speed, at)
 
 
@@ -242,7 +298,9 @@ class Replay:
         self._samples: Iterator[dict[str, Any]] = read_samples(path)
         self._now = self._next = next(self._samples, None)
         if self._now is None:
-            raise BackendError(f"{path} has no whole sample: nothing was recorded.")
+            raise BackendError(
+                sentence("recording.no_whole_sample", "{path} has no whole sample: nothing was recorded.", path=path)
+            )
         self._first, self._speed, self._at = _clock(self._now), speed, at
         self._began: float | None = None
 
@@ -271,4 +329,4 @@ def _clock(sample: dict[str, Any]) -> float:
         clock = sample["snapshot"]["clock"]
         return float(clock)
     except (KeyError, TypeError, ValueError, ArithmeticError):
-        raise BackendError("a sample of this recording has no clock.") from None
+        raise BackendError(sentence("recording.no_clock", "a sample of this recording has no clock.")) from None

@@ -35,6 +35,7 @@ from gpuguard.backends.simulated_node import (
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
@@ -48,7 +49,18 @@ if TYPE_CHECKING:
 DEFAULT_SPEC = "8xH100-80GB"
 HANG_LOOK_SECONDS = 0.5  # how often a hanging call checks whether it still has to hang
 _VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
-_BROKEN = {"lost": ("lost", "the GPU is lost"), "reset": ("reset required", "the GPU needs a reset")}
+_BROKEN = {
+    "lost": (sentence("problem.lost", "lost"), sentence("driver.gpu_lost", "the GPU is lost")),
+    "reset": (
+        sentence("problem.reset_required", "reset required"),
+        sentence("driver.gpu_needs_reset", "the GPU needs a reset"),
+    ),
+}
+_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
+_SILENT = sentence("driver.silent", "a driver call did not come back")
+_NOT_IN_MODEL = sentence("sim.not_in_model", "this model does not have it")
+_NOT_DIVIDED = sentence("sim.not_while_divided", "not told while the GPU is divided")
+_NOT_TOLD = sentence("sim.not_told", "the simulated driver does not tell it")
 
 
 def open(spec: str = "") -> Simulated:
@@ -75,11 +87,27 @@ def directory(spec: str = "") -> str:
             os.mkdir(path, 0o700)
     except FileExistsError:
         if not os.path.isdir(path):
-            raise BackendError(f"{path} is not a directory: name another one for the simulated node.") from None
+            raise BackendError(
+                sentence(
+                    "sim.no_directory", "{path} is not a directory: name another one for the simulated node.", path=path
+                )
+            ) from None
     except OSError as error:
-        raise BackendError(f"no directory for the simulated node: {error}.  Name one in GPUGUARD_SIM_DIR.") from None
+        raise BackendError(
+            sentence(
+                "sim.directory_not_made",
+                "no directory for the simulated node: {error}.  Name one in GPUGUARD_SIM_DIR.",
+                error=str(error),
+            )
+        ) from None
     if not named and not _is_private(path):
-        raise BackendError(f"{path} is not a directory of ours alone.  Remove it, or set GPUGUARD_SIM_DIR.")
+        raise BackendError(
+            sentence(
+                "sim.directory_of_others",
+                "{path} is not a directory of ours alone.  Remove it, or set GPUGUARD_SIM_DIR.",
+                path=path,
+            )
+        )
     return path
 
 
@@ -181,7 +209,7 @@ class Simulated:
 
     def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
-            return _refusing(device, "unresponsive", "a driver call did not come back", ["device"])
+            return _refusing(device, _UNRESPONSIVE, _SILENT, ["device"])
         self.progress(device.index)
         while "hang" in device.faults:
             time.sleep(HANG_LOOK_SECONDS)
@@ -201,7 +229,14 @@ def current(place: str) -> SimulatedNode:
     """Return the node in *place* without its dead processes.  Raises BackendError if there is none or it is damaged."""
     node = simulated_node.load(place)
     if node is None:
-        raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
+        raise BackendError(
+            sentence(
+                "sim.no_node",
+                "no simulated node is in {place}: `gpuguard sim start {spec}` starts one.",
+                place=place,
+                spec=DEFAULT_SPEC,
+            )
+        )
     if all(_is_alive(use) for use in node.uses):
         return node
     try:
@@ -331,16 +366,18 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
         if group in fields and not (instance and group in _OF_THE_WHOLE):
             values |= dict.fromkeys(model.GROUPED_FIELDS.get(group, ())) | reader(context)
     values |= {name: model.DEVICE_FIELDS[name].number(value) for name, value in device.given if name in values}
-    gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
+    gaps = [Gap(uuid, name, _NOT_IN_MODEL) for name, value in values.items() if value is None]
     if device.instances:
-        gaps += [Gap(uuid, name, "not told while the GPU is divided") for name in _NOT_WITH_MIG if name in values]
+        gaps += [Gap(uuid, name, _NOT_DIVIDED) for name in _NOT_WITH_MIG if name in values]
     faulty = [name for name in device.unknown if name in values and values[name] is not None]
-    gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in faulty]
+    gaps += [Gap(uuid, name, _NOT_TOLD) for name in faulty]
     if "unlisted" in device.faults and "processes" in values:
-        gaps.append(Gap(uuid, "processes", "the simulated driver gives no process list"))
+        no_list = sentence("sim.no_process_list", "the simulated driver gives no process list")
+        gaps.append(Gap(uuid, "processes", no_list))
     values |= {gap.field: None for gap in gaps}
     if values.get("processes_plausible") is False:
-        gaps.append(Gap(uuid, "processes", "the process list is not plausible: it has pids that cannot be"))
+        odd_list = sentence("sim.implausible_list", "the process list is not plausible: it has pids that cannot be")
+        gaps.append(Gap(uuid, "processes", odd_list))
     vendor = vendor_of_model(device.model.name)
     return Device(index=device.index, uuid=uuid, vendor=vendor, **values), tuple(gaps)  # type: ignore[arg-type]
 

@@ -28,6 +28,7 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_regular, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 
 MiB = 2**20
 DEVICES_AT_MOST = 64
@@ -438,11 +439,17 @@ def load(directory: str) -> SimulatedNode | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BackendError(f"the simulated node cannot be read: {error}.") from None
+        raise BackendError(
+            sentence("sim.not_read", "the simulated node cannot be read: {error}.", error=str(error))
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BackendError(
-            f"{path} is damaged ({type(error).__name__}: {error}).  "
-            "`gpuguard sim start --force SPEC` makes a new node there."
+            sentence(
+                "sim.damaged",
+                "{path} is damaged ({error}).  `gpuguard sim start --force SPEC` makes a new node there.",
+                path=path,
+                error=f"{type(error).__name__}: {error}",
+            )
         ) from None
 
 
@@ -468,7 +475,11 @@ def update(
         node = load(directory)
         if node is None:
             raise BackendError(
-                f"there is no simulated node in {directory}: start one with `gpuguard sim start 8xH100-80GB`."
+                sentence(
+                    "sim.none_there",
+                    "there is no simulated node in {directory}: start one with `gpuguard sim start 8xH100-80GB`.",
+                    directory=directory,
+                )
             )
         before, node = node, change(node)
         if not (node.shared and uses_only):
@@ -498,7 +509,7 @@ def _locked(directory: str) -> Iterator[None]:
         except FileNotFoundError:
             lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise BackendError(f"the simulated node cannot be changed: {error}.") from None
+        raise _not_changed(error) from None
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
@@ -508,7 +519,7 @@ def _locked(directory: str) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BackendError(
-                        _("a stopped process holds {path}: `fuser -v {path}` shows it.").format(path=path)
+                        sentence("sim.locked", "a stopped process holds {path}: `fuser -v {path}` shows it.", path=path)
                     ) from None
                 time.sleep(0.002)
         yield
@@ -523,8 +534,14 @@ def _save(directory: str, node: SimulatedNode) -> None:
         content = json.dumps({"schema": _SCHEMA, **asdict(kept)}).encode()
         write_file(path, content, mode=0o644 if node.shared else None)
     except OSError as error:
-        why = _("  It is shared: all users use it, and root steers it.") if node.shared else ""
-        raise BackendError(f"the simulated node cannot be changed: {error}.{why}") from None
+        shared = sentence("sim.shared", "  It is shared: all users use it, and root steers it.")
+        raise _not_changed(error, shared if node.shared else "") from None
+
+
+def _not_changed(error: OSError, why: str = "") -> BackendError:
+    return BackendError(
+        sentence("sim.not_changed", "the simulated node cannot be changed: {error}.{why}", error=str(error), why=why)
+    )
 
 
 def _read_uses(directory: str) -> tuple[Use, ...]:
@@ -552,7 +569,11 @@ def _save_uses(directory: str, before: tuple[Use, ...], after: tuple[Use, ...]) 
             write_file(os.path.join(place, f"{os.urandom(8).hex()}.json"), json.dumps(asdict(use)).encode())
     except OSError as error:
         raise BackendError(
-            _("the use of the simulated node cannot be written down: {error}.").format(error=error)
+            sentence(
+                "sim.use_not_written",
+                "the use of the simulated node cannot be written down: {error}.",
+                error=str(error),
+            )
         ) from None
 
 

@@ -29,6 +29,7 @@ from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
+from gpuguard.locale.messages import sentence
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def parse(document: bytes) -> Element:
     Raises BackendError if it is not XML, not nvidia-smi's, or built to hurt its reader.
     """
     if len(document) > MAX_BYTES:
-        _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
+        _refuse(sentence("smi.too_large", "it is larger than {size} MiB", size=MAX_BYTES // 2**20))
     document = _without_warnings(document)
     tree = _BoundedTree()
     parser = expat.ParserCreate()
@@ -61,15 +62,15 @@ def parse(document: bytes) -> Element:
     parser.EndElementHandler = tree.end
     parser.CharacterDataHandler = tree.data
     parser.StartDoctypeDeclHandler = tree.doctype
-    parser.EntityDeclHandler = lambda *_: _refuse("it declares entities")
-    parser.ExternalEntityRefHandler = lambda *_: _refuse("it refers to another file")
+    parser.EntityDeclHandler = lambda *_: _refuse(sentence("smi.entities", "it declares entities"))
+    parser.ExternalEntityRefHandler = lambda *_: _refuse(sentence("smi.another_file", "it refers to another file"))
     try:
         parser.Parse(document, True)
     except (expat.ExpatError, ValueError, LookupError) as error:  # the last two: unknown encodings
-        _refuse(f"it is not XML: {error}")
+        _refuse(sentence("smi.no_xml", "it is not XML: {error}", error=str(error)))
     root = tree.builder.close()
     if root.tag != "nvidia_smi_log":
-        _refuse("it does not begin with <nvidia_smi_log>")
+        _refuse(sentence("smi.no_log", "it does not begin with <nvidia_smi_log>"))
     return root
 
 
@@ -93,13 +94,18 @@ class _BoundedTree:
     def doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: int) -> None:
         # nvidia-smi names a DTD in a file, which is not read; one inside the document could only define entities.
         if has_internal_subset:
-            _refuse("it defines a document type of its own")
+            _refuse(sentence("smi.document_type", "it defines a document type of its own"))
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         self._count += 1
         self._depth += 1
         if self._count > MAX_ELEMENTS or self._depth > MAX_DEPTH:
-            _refuse("it has more elements, or more of them inside each other, than nvidia-smi writes")
+            _refuse(
+                sentence(
+                    "smi.too_many_elements",
+                    "it has more elements, or more of them inside each other, than nvidia-smi writes",
+                )
+            )
         if self._skipping or tag in _UNREAD:
             self._skipping += 1
         else:
@@ -118,7 +124,9 @@ class _BoundedTree:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise BackendError(f"this is nothing that `nvidia-smi -q -x` has written: {why}.")
+    raise BackendError(
+        sentence("smi.not_its_own", "this is nothing that `nvidia-smi -q -x` has written: {why}.", why=why)
+    )
 
 
 def word_at(element: Element, path: str) -> str | None:
@@ -133,7 +141,9 @@ def _text(element: Element) -> str:
 
 def _reason(word: str | None) -> str:
     """Return the reason why *word* is no value."""
-    return "it is missing in the document" if word is None else word or "empty"
+    if word is None:
+        return sentence("smi.missing", "it is missing in the document")
+    return word or sentence("smi.empty", "empty")
 
 
 _NUMBER = re.compile(r"(-?\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z%/]*)", re.ASCII)
@@ -146,7 +156,7 @@ _COMPUTE_MODES = {
 _LONGEST_NAME = 200
 _SWITCH = {"Enabled": True, "Disabled": False}
 _THROTTLE = {"hw_thermal_slowdown": "hw_thermal_slowdown", "display_clocks_setting": "display_clock_setting"}
-_NOT_TOLD = "nvidia-smi does not tell it"
+_NOT_TOLD = sentence("smi.not_told", "nvidia-smi does not tell it")
 
 
 def number(unit: str, scale: float = 1, kind: type[float] = float) -> Callable[[str], Any]:
@@ -258,7 +268,7 @@ class SmiReading:
 
     def gap(self, field: str, reason: str) -> None:
         """Say why a field is unknown."""
-        self.gaps.append(Gap(self.uuid, field, reason[:200]))
+        self.gaps.append(Gap(self.uuid, field, reason if len(reason) <= 200 else reason[:200]))
 
     def problem(self, text: str) -> None:
         """Say what is wrong with the device."""
@@ -298,13 +308,15 @@ def read_memory(reading: SmiReading) -> None:
         reason = _reason(next(words[name] for name, amount in amounts.items() if amount is None))
     # Each is rounded to MiB by itself, so their sum may miss the total by 3 MiB.
     elif total <= 0 or min(used, free) < 0 or used + free > total + 3 * 2**20:
-        reason = f"implausible values {words['total']}, {words['used']} used, {words['free']} free"
+        values = f"{words['total']}, {words['used']} used, {words['free']} free"
+        reason = sentence("driver.implausible_values", "implausible values {values}", values=values)
     else:
         reading.values.update(memory_total=total, memory_used=used, memory_free=free)
         if reserved is not None and 0 <= reserved <= total:
             reading.values["memory_reserved"] = reserved
         else:
-            reading.gap("memory_reserved", "this driver counts it as used memory")
+            counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
+            reading.gap("memory_reserved", counted)
         return
     for name in words:
         reading.gap(f"memory_{name}", reason)
@@ -335,7 +347,7 @@ def read_ecc(reading: SmiReading) -> None:
         for kind, ways in _ECC.items():
             field = f"ecc_{kind}_{since}"
             if reading.values.get("ecc_mode") is False:
-                reading.gap(field, "ECC is off")
+                reading.gap(field, sentence("driver.ecc_is_off", "ECC is off"))
             else:
                 _add_up(reading, field, [[f"ecc_errors/{since}/{name}" for name in way] for way in ways])
     pages = ("multiple_single_bit_retirement", "double_bit_retirement")
@@ -381,19 +393,19 @@ def read_health(reading: SmiReading) -> None:
             reading.problem(problem)
     action = reading.word("gpu_recovery_action") or ""
     if not is_blank(action):
-        reading.problem(f"the driver recommends: {action[:80]}")
+        reading.problem(sentence("problem.recommended", "the driver recommends: {action}", action=action[:80]))
     for place in ("compute_mode", "fb_memory_usage/total", "product_name", "utilization/gpu_util"):
         if (text := reading.word(place) or "").strip("[]").lower() in ("err!", "unknown error"):
             reading.problem(f"{place.rpartition('/')[2]}: {text}")
 
 
 _PROBLEMS = {
-    "gpu_reset_status/reset_required": "reset required",
-    "remapped_rows/remapped_row_pending": "row remap pending",
-    "remapped_rows/remapped_row_failure": "row remap failed",
-    "retired_pages/pending_retirement": "page retirement pending",
-    "retired_pages/pending_blacklist": "page retirement pending",
-    "fabric/health/route_unhealthy": "the NVLink fabric has an unhealthy route",
+    "gpu_reset_status/reset_required": sentence("problem.reset_required", "reset required"),
+    "remapped_rows/remapped_row_pending": sentence("problem.row_remap_pending", "row remap pending"),
+    "remapped_rows/remapped_row_failure": sentence("problem.row_remap_failed", "row remap failed"),
+    "retired_pages/pending_retirement": sentence("problem.page_retirement_pending", "page retirement pending"),
+    "retired_pages/pending_blacklist": sentence("problem.page_retirement_pending", "page retirement pending"),
+    "fabric/health/route_unhealthy": sentence("problem.unhealthy_route", "the NVLink fabric has an unhealthy route"),
 }
 
 
@@ -421,7 +433,8 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
             continue
         process = _process(reading, entry)
         if process is None:
-            reading.gap("processes", f"a pid is written {word_at(entry, 'pid')!r:.40}")
+            written = f"{word_at(entry, 'pid')!r:.40}"
+            reading.gap("processes", sentence("smi.odd_pid", "a pid is written {written}", written=written))
             return
         rows.append(process)
     rows = _merged(rows)
@@ -437,7 +450,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
     )
     reading.values["processes_plausible"] = reason is None
     if reason is not None:
-        reading.gap("processes", f"implausible list: {reason}")
+        reading.gap("processes", sentence("driver.implausible_list", "implausible list: {reason}", reason=reason))
     if live and (reason or not details):
         # An implausible list loses its commands as well: the driver does not mean the process that has such a pid here.
         rows = [replace(row, command=None) for row in rows]
@@ -447,7 +460,8 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
     if details and rows:
         reading.gap("processes (utilization)", _NOT_TOLD)
         if not live:
-            reading.gap("processes (identity)", "a saved file does not tell who a process was")
+            unknown = sentence("smi.identity", "a saved file does not tell who a process was")
+            reading.gap("processes (identity)", unknown)
     reading.values["processes"] = tuple(rows)
 
 
@@ -480,7 +494,12 @@ _Read = tuple[Device, list[Gap]]
 
 PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first, which takes 1 to 2 s
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
-_NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
+_NO_PROGRAM = sentence(
+    "smi.no_program",
+    "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend.",
+)
+_NO_CLAIMS = sentence("smi.no_claims", "a file of nvidia-smi does not tell who has claimed what")
+_NOT_TOLD_BY_Q = sentence("smi.not_told_by_q", "nvidia-smi -q does not tell it")
 
 
 def open(spec: str = "") -> Smi:
@@ -525,9 +544,9 @@ class Smi:
                 found += [device for device, _ in family]
                 gaps += [gap for _, missing in family for gap in missing]
         if self.path:
-            gaps.append(Gap(None, "claims", "a file of nvidia-smi does not tell who has claimed what"))
+            gaps.append(Gap(None, "claims", _NO_CLAIMS))
         if model.TOPOLOGY in fields:
-            gaps.append(Gap(None, "topology", "nvidia-smi -q does not tell it"))
+            gaps.append(Gap(None, "topology", _NOT_TOLD_BY_Q))
         driver, cuda = (
             name_of(word_at(root, name) or "") if model.MODEL in fields else None
             for name in ("driver_version", "cuda_version")
@@ -554,11 +573,15 @@ class Smi:
                 with open_file(self.path) as file:
                     text = file.read(MAX_BYTES + 1)
             except OSError as error:
-                raise BackendError(f"{self.path} cannot be read: {error.strerror}.") from None
+                raise BackendError(
+                    sentence(
+                        "file.not_read", "{path} cannot be read: {error}.", path=self.path, error=str(error.strerror)
+                    )
+                ) from None
             try:
                 return parse(text)
             except BackendError as error:
-                raise BackendError(f"{self.path}: {error}") from None
+                raise BackendError(sentence("because", "{what}: {why}", what=self.path, why=str(error))) from None
         return parse(_output(["-q", "-x"], self.progress))
 
     def _family(self, index: int, element: Element, fields: Collection[str]) -> list[tuple[Device, list[Gap]]]:
@@ -569,8 +592,9 @@ class Smi:
         self._uuids[bus] = uuid
         if _is_lost(element):
             name, bus_id = name_of(word_at(element, "product_name") or ""), _bus_id(bus)
-            lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=("lost",))
-            return [(lost, [Gap(uuid, group, "the GPU is lost") for group in sorted(fields)])]
+            problem, reason = sentence("problem.lost", "lost"), sentence("driver.gpu_lost", "the GPU is lost")
+            lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=(problem,))
+            return [(lost, [Gap(uuid, group, reason) for group in sorted(fields)])]
         reading = SmiReading(element, uuid, fields, live=not self.path)
         for group in sorted(fields):
             read_rows(reading, group)
@@ -580,7 +604,7 @@ class Smi:
         read_processes(reading, element.find("processes"))
         note_missing(reading)
         if uuid.startswith("unknown-"):
-            reading.problem("nvidia-smi does not tell its uuid")  # by which it is claimed
+            reading.problem(sentence("problem.no_uuid", "nvidia-smi does not tell its uuid"))  # by which it is claimed
         problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
         device = Device(index, uuid, problems=problems, **reading.values)
         instances = element.findall("mig_devices/mig_device") if reading.values.get("mig_mode") else []
@@ -601,9 +625,9 @@ def _instance(
         read_memory(reading)
     read_processes(reading, board.element.find("processes"), (gi, ci))
     if model.UTILIZATION in reading.fields:
-        reading.gap("utilization", "not told for MIG instances")
+        reading.gap("utilization", sentence("driver.not_for_mig", "not told for MIG instances"))
     if profile is None:
-        reading.gap("mig_profile", "nvidia-smi -q does not tell it")
+        reading.gap("mig_profile", _NOT_TOLD_BY_Q)
     for gap in board.gaps:
         if gap.field in model.OF_THE_BOARD:
             reading.gap(gap.field, gap.reason)
@@ -634,7 +658,8 @@ def read_affinity(reading: SmiReading) -> None:
     for field, name in (("numa_node", "numa_node"), ("cpu_affinity", "local_cpulist")):
         text = procfs.read_text(f"/sys/bus/pci/devices/{bus[-12:]}/{name}") if reading.live and bus else None
         if not text or text.strip() == "-1":
-            reading.gap(field, "the kernel does not know it" if text else _NOT_TOLD)
+            unknown = sentence("smi.unknown_to_kernel", "the kernel does not know it")
+            reading.gap(field, unknown if text else _NOT_TOLD)
         else:
             reading.values[field] = text.strip() if field == "cpu_affinity" else int(text)
 
@@ -652,7 +677,8 @@ def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
     """Return *family* without those that have the uuid of an earlier device, because a claim goes by the uuid."""
     index = family[0][0].index
     if family[0][0].uuid in known:
-        return [(Device(index, f"unknown-{index}", problems=("another GPU has the same uuid",)), [])]
+        problem = sentence("problem.same_uuid", "another GPU has the same uuid")
+        return [(Device(index, f"unknown-{index}", problems=(problem,)), [])]
     distinct = []
     for device, gaps in family:
         if device.uuid not in known:
@@ -704,18 +730,29 @@ def _output(options: list[str], progress: Callable[[int | None], object]) -> byt
         raise DriverNotFound(_NO_PROGRAM)
     if isinstance(result, subprocess.TimeoutExpired):
         raise DriverUnresponsive(
-            f"nvidia-smi did not end within {PROGRAM_SECONDS:.0f} s: the driver hangs.  See `dmesg`, or reboot."
+            sentence(
+                "smi.hangs",
+                "nvidia-smi did not end within {seconds} s: the driver hangs.  See `dmesg`, or reboot.",
+                seconds=f"{PROGRAM_SECONDS:.0f}",
+            )
         )
     if isinstance(result, Exception):
-        raise BackendError(f"nvidia-smi cannot be started: {result}.  Choose another --backend.")
+        raise BackendError(
+            sentence(
+                "smi.not_started",
+                "nvidia-smi cannot be started: {error}.  Choose another --backend.",
+                error=str(result),
+            )
+        )
     # The program calls a lost device an error (15), but its neighbours are fine, so the output counts.
     if result.returncode and not result.stdout.lstrip().startswith(b"<?xml"):
         said = (result.stdout.strip() or result.stderr.strip()).decode("utf-8", "replace")
         text = " ".join(said.split())[:300]
         if "permission" in text.lower():
-            raise DriverPermission(f"nvidia-smi may not read the GPUs: {text}")
+            raise DriverPermission(sentence("smi.no_permission", "nvidia-smi may not read the GPUs: {text}", text=text))
         kind = DriverNotFound if "communicate with the NVIDIA driver" in text else BackendError
-        raise kind(f"nvidia-smi ended with {result.returncode}: {text or 'it said nothing'}")
+        text = text or sentence("smi.said_nothing", "it said nothing")
+        raise kind(sentence("smi.ended", "nvidia-smi ended with {status}: {text}", status=result.returncode, text=text))
     return result.stdout
 
 

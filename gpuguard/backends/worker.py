@@ -15,7 +15,7 @@ from gpuguard import __version__
 from gpuguard.backends import open_backend
 from gpuguard.backends.spawn import receive, send, write_mark
 from gpuguard.errors import CROWDED, BackendError, GpuguardError
-from gpuguard.locale.messages import message_ids, plain, with_ids
+from gpuguard.locale.messages import message_ids, plain, sentence, with_ids
 from gpuguard.model import Device, GpuProcess, Snapshot
 
 SentProcesses = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that were sent last
@@ -34,7 +34,8 @@ def serve(name: str, requests: int, replies: int, mark: int, life: int) -> NoRet
     except BrokenPipeError:
         pass
     except BaseException as error:  # noqa: BLE001  the border of this process: a fault must reach the parent as a message
-        send(replies, ("error", "BackendError", f"reading the GPUs failed inside gpuguard: {error!r}", {}))
+        text = sentence("worker.fault", "reading the GPUs failed inside gpuguard: {error}", error=repr(error))
+        send(replies, _told(BackendError(text)))
     os._exit(0)
 
 

@@ -283,7 +283,7 @@ class Top(App[None]):
             try:
                 self.call_later(self.sampled, self._feed.sample())
             except GpuguardError as error:
-                self.call_later(self._show_problem, " ".join(str(error).split()))
+                self.call_later(self._show_problem, " ".join(translated(str(error)).split()))
             while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
                 try:
                     job = self._jobs.get(timeout=left)
@@ -464,7 +464,7 @@ class Top(App[None]):
             outcome = self._feed.send(action, process, devices)
         except GpuguardError as error:
             self.call_later(
-                self._notify_user, _("nothing was done: {error}").format(error=" ".join(str(error).split()))
+                self._notify_user, _("nothing was done: {error}").format(error=" ".join(translated(str(error)).split()))
             )
             return
         words = _("{action} pid {pid}: {outcome}").format(action=action, pid=process[0], outcome=_(outcome.word))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuguard.device_state import DeviceUse, model_name
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
@@ -236,7 +236,7 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
     words, colour = LABELS[use.state]
     parts: list[Part] = [(_(words), colour)]
     if use.reason:
-        parts.append((f" ({neutralise(use.reason)})", colour))
+        parts.append((f" ({neutralise(translated(use.reason))})", colour))
     for number, held in enumerate(use.claims):
         record = held.record
         since = "" if record.since is None else f" {format_duration(max(0.0, scene.snapshot.taken_at - record.since))}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuguard.device_state import DeviceUse, model_name, user_totals
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
@@ -170,7 +170,7 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
         parts.append(
             (
                 _(" {gpus} for {since}{note}: {start}").format(
-                    gpus=gpus, since=since, note=note, start=neutralise(start)
+                    gpus=gpus, since=since, note=note, start=neutralise(translated(start))
                 ),
                 "",
             )

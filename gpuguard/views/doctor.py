@@ -110,7 +110,7 @@ def _library(facts: DoctorFacts) -> Finding | None:
     if facts.library_error is None:
         return OK, _("libnvidia-ml.so.1 loads"), None
     if not facts.glibc:
-        found, _end, advice = _(NEEDS_GLIBC).partition("\n")
+        found, _end, advice = translated(NEEDS_GLIBC).partition("\n")
         return FAULT, found, advice
     if facts.device_nodes or facts.kernel_version:
         inside = _(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else ""
@@ -149,7 +149,11 @@ def _driver(facts: DoctorFacts) -> Finding:
             return FAULT, _("this container sees no GPU"), advice
         return FAULT, _("this machine has no NVIDIA driver, and perhaps no NVIDIA GPU"), _(_SIMULATE)
     hangs = isinstance(facts.error, DriverUnresponsive)
-    return FAULT, str(facts.error), _("`sudo dmesg | grep -i -e nvrm -e xid` may say why.") if hangs else None
+    return (
+        FAULT,
+        translated(str(facts.error)),
+        _("`sudo dmesg | grep -i -e nvrm -e xid` may say why.") if hangs else None,
+    )
 
 
 def _versions(facts: DoctorFacts) -> Finding | None:
@@ -256,7 +260,7 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
     if facts.recorded:
         return None
     if facts.lock_error:
-        return FAULT, facts.lock_error, None
+        return FAULT, translated(facts.lock_error), None
     if facts.lock_missing:
         advice = _("The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR.")
         return (
@@ -266,7 +270,7 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
         )
     if facts.broker_error:
         found = _("the daemon alone gives the locks in {lock_path}, and gives none: {broker_error}").format(
-            lock_path=facts.lock_path, broker_error=facts.broker_error
+            lock_path=facts.lock_path, broker_error=translated(facts.broker_error)
         )
         return FAULT, found, _("`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`.")
     if facts.keeper is not None:
@@ -277,7 +281,7 @@ def _lock_directory(facts: DoctorFacts) -> Finding | None:
         )
     if facts.lock_faults:
         found = _("{count} cannot be claimed by you: {lock_faults}").format(
-            count=format_count(len(facts.lock_faults), "GPU"), lock_faults=facts.lock_faults[0]
+            count=format_count(len(facts.lock_faults), "GPU"), lock_faults=translated(facts.lock_faults[0])
         )
         return FAULT, found, None
     if facts.simulated:
@@ -344,11 +348,13 @@ def _daemon(facts: DoctorFacts) -> Finding | None:
         )
         return FAULT, found, _("`gpuguard policy check FILE` shows each fault, `journalctl -u gpuguard` when it began.")
     if facts.daemon_trouble is not None:
-        found = _("the daemon does not serve its metrics: {reason}").format(reason=facts.daemon_trouble)
+        found = _("the daemon does not serve its metrics: {reason}").format(reason=translated(facts.daemon_trouble))
         return WARNING, found, _("It tries again.  `sudo ss -ltnp` shows which program listens there.")
     if facts.daemon_fault is None:
         return None
-    found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(daemon_fault=facts.daemon_fault)
+    found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(
+        daemon_fault=translated(facts.daemon_fault)
+    )
     return FAULT, found, _("Remove it, and run `sudo gpuguard setup` again.")
 
 
@@ -377,7 +383,7 @@ def _queue(facts: DoctorFacts) -> Finding | None:
     if not facts.line_faults:
         return OK, _("as {line_path} says").format(line_path=facts.line_path), None
     found = _("{count}, the first: {line_faults}").format(
-        count=format_count(len(facts.line_faults), "fault"), line_faults=facts.line_faults[0]
+        count=format_count(len(facts.line_faults), "fault"), line_faults=translated(facts.line_faults[0])
     )
     if facts.line_last_good:
         advice = _("Until they are mended the last good {line_path} holds, which the daemon has kept.")
@@ -419,13 +425,13 @@ def _hidepid(facts: DoctorFacts) -> Finding | None:
 def _environment(facts: DoctorFacts) -> Finding:
     if facts.outer and facts.outer[0] == 0:
         advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
-        return WARNING, facts.outer[1], advice
+        return WARNING, translated(facts.outer[1]), advice
     ((order, as_in_smi),) = NVIDIA.numbering.items()
     if facts.environ.get(order, as_in_smi) != as_in_smi:
         advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")
         return WARNING, f"{order}={facts.environ[order]}", advice
     if facts.outer:
-        return WARNING, facts.outer[1], _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
+        return WARNING, translated(facts.outer[1]), _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
     return OK, names or _("no variable limits the GPUs"), None
 

@@ -10,7 +10,7 @@ from typing import Any
 from gpuguard.device_state import device_title
 from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
@@ -51,7 +51,7 @@ def to_text(
         chosen = "bold green" if device in choice.devices else "green"
         colours += ["red" if _reasons(device, choice) else chosen, *[""] * (len(of_device) - 1)]
     lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
-    lines += [neutralise(_("limit: {limits}").format(limits=limits))] if limits else []
+    lines += [neutralise(_("limit: {limits}").format(limits=translated(limits)))] if limits else []
     lines += table(rows, paint=lambda cell, row, column: paint(cell, colours[row]) if column == 1 else cell)
     return [*lines, *_verdict(snapshot, request, choice, start)]
 
@@ -91,9 +91,10 @@ def _sharing(device: Device, choice: Choice) -> Sharing:
 
 
 def _rows(device: Device, choice: Choice) -> list[list[str]]:
-    reasons = [neutralise(reason.text) for reason in _reasons(device, choice)]
+    title = translated(device_title(device))
+    reasons = [neutralise(translated(reason.text)) for reason in _reasons(device, choice)]
     if reasons:
-        return [[device_title(device), _("REFUSED"), reasons[0]], *(["", "", more] for more in reasons[1:])]
+        return [[title, _("REFUSED"), reasons[0]], *(["", "", more] for more in reasons[1:])]
     facts = [_("choice {number}").format(number=choice.eligible.index(device) + 1)]
     facts += [
         _("{memory_free} free").format(memory_free=format_bytes(device.memory_free))
@@ -106,12 +107,12 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
         slots = format_count(slots_left(sharing, SLOTS), "slot")
         facts.append(
             _("shared by {shared_by}: {left} and {slots} left").format(
-                shared_by=shared_by(sharing), left=left, slots=slots
+                shared_by=translated(shared_by(sharing)), left=left, slots=slots
             )
         )
     facts += [_("its list of processes is unknown: judged by memory alone")] if device.processes is None else []
     facts += [why] if (why := _passed_over(device, choice)) else []
-    return [[device_title(device), _("CHOSEN") if device in choice.devices else _("ELIGIBLE"), ", ".join(facts)]]
+    return [[title, _("CHOSEN") if device in choice.devices else _("ELIGIBLE"), ", ".join(facts)]]
 
 
 def _passed_over(device: Device, choice: Choice) -> str | None:
@@ -127,8 +128,8 @@ def _passed_over(device: Device, choice: Choice) -> str | None:
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
     what = outcome(snapshot, request, choice)
-    position = [_("If you ran it now: {start}.").format(start=neutralise(start[1]))] if start else []
-    names = ", ".join(device_title(device) for device in choice.devices)
+    position = [_("If you ran it now: {start}.").format(start=neutralise(translated(start[1])))] if start else []
+    names = ", ".join(translated(device_title(device)) for device in choice.devices)
     if what == START and start and not start[0]:
         return [_("It would wait although {names} could be had: others wait before it.").format(names=names), *position]
     if what == START:
@@ -139,8 +140,8 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[
         ]
     error = not_enough(snapshot, request, choice)  # its reasons stand above, by device
     if what == WAIT:
-        return [_("It would wait: {first}").format(first=error.headline), *position]
-    return [_("It can never start: {first}").format(first=error.headline), *filter(None, [error.advice])]
+        return [_("It would wait: {first}").format(first=translated(error.headline)), *position]
+    return [_("It can never start: {first}").format(first=translated(error.headline)), *filter(None, [error.advice])]
 
 
 def _all(choice: Choice) -> list[Device]:

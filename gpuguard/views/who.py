@@ -77,7 +77,7 @@ def to_text(
         lines += [
             "",
             *table(rows, [_("WAITING"), "ID", _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<<>>>", width=width),
-            *(shorten(neutralise(text), width) for text in unplanned),
+            *(shorten(neutralise(translated(text)), width) for text in unplanned),
         ]
     if reserved:
         from gpuguard.views.queue import reservations_text  # loads the queue, so only if something is reserved
@@ -126,7 +126,8 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
     for line, use, rows in zip(devices[1:], uses, below, strict=True):
         lines.append(line)
         if use.reason:
-            lines.append(shorten(_INDENT + _("why: {reason}").format(reason=neutralise(use.reason)), width))
+            reason = neutralise(translated(use.reason))
+            lines.append(shorten(_INDENT + _("why: {reason}").format(reason=reason), width))
         lines += [_INDENT + next(texts) for _ in rows]
     return lines
 
