@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpuguard.cli import COMMANDS, build_parser, notebook
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.locale import LANGUAGES
-from gpuguard.locale.sentences import SENTENCES
 from gpuguard.model import EventKind, EventOutcome
 from gpuguard.policies.rules import RULES
 from gpuguard.units import count_forms
@@ -88,8 +87,6 @@ def extracted() -> Catalog:
         template.add(message, locations=[("argparse", 0)])
     for message in (*get_args(EventKind), *get_args(EventOutcome)):  # `events`, and the page
         template.add(message, locations=[("gpuguard/model.py", 0)])
-    for message in SENTENCES:
-        template.add(message, locations=[("gpuguard/locale/sentences.py", 0)])
     for field in (*GPU_FIELDS.values(), *APP_FIELDS.values()):  # `query --help-query`
         template.add(field.text, locations=[("gpuguard/views/query.py", 0)])
     for noun in (*RULES.values(), *ACTION_KEYS.values()):  # `policy explain`

@@ -14,8 +14,9 @@ from babel.messages.catalog import Catalog
 from nodes import a_user
 from sources import ROOT, module_name, modules
 
-from gpuguard.locale import LANGUAGES, catalogue, language_of_user, use_english, use_language_of_user
-from gpuguard.locale.sentences import SENTENCES, in_words, phrases
+from gpuguard.enforcement.terminals import NO_TERMINAL
+from gpuguard.locale import LANGUAGES, language_of_user, use_english, use_language_of_user
+from gpuguard.locale.messages import sentence
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import wrapped
@@ -129,54 +130,13 @@ def test_messages_are_found_in_sources_wherever_they_stand():
     ]  # fmt: skip
 
 
-def test_each_sentence_of_a_record_is_found_again_by_its_own_line_of_the_list():
-    filled = [re.sub(r"\{(\w+)\}", lambda place: SAMPLES.get(place[1], "x1"), text) for text in SENTENCES]
-    patterns = [pattern for pattern, _ in phrases(str)]
-    found = [next(number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, text)) for text in filled]
-
-    assert [SENTENCES[number] for number, first in enumerate(found) if first != number] == []
-
-
-SAMPLES = {"gpu": "GPU 3", "number": "1,024"}
-
-
-@pytest.mark.parametrize(
-    ("english", "chinese"),
-    [
-        ("uses 4.0GiB of GPU 0, 3GiB is allowed; bob has 3 GPUs, the limit is 2",
-         "占用 GPU 0 显存 4.0GiB，上限 3GiB；bob 占用 3 块 GPU，上限 2"),
-        ("when GPU 3 is free: time limit of al's job", "GPU 3 空闲时（al 的任务到时限）"),
-        ("quarantined by the policy hot until 12:00: too hot", "已隔离至 12:00（操作者：策略 hot）：too hot"),
-        ("uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal", "占用 GPU 0 显存 4.0GiB，上限 3GiB：没有终端"),
-        ("uses 4.0GiB of GPU 0, 3GiB is allowed: odd", "占用 GPU 0 显存 4.0GiB，上限 3GiB：odd"),
-        ("python -c 'a; b'", "python -c 'a; b'"),
-        ("python -c 'a: no terminal'", "python -c 'a: no terminal'"),
-        ("who", "who"),
-        ("a command" + ": b" * 3000, "a command" + ": b" * 3000),
-        ("waits until lost's claim 3f0c9e21 has ended", "等待 lost 的占用 3f0c9e21 结束"),
-        ("quarantined by unresponsive: lost", "已隔离（操作者：unresponsive）：lost"),
-        ("pid 7 (python -c 'a; until b') computes", "进程 7（python -c 'a; until b'）在计算"),
-        ("pid 7 (starts now) computes", "进程 7（starts now）在计算"),
-    ],
-)  # fmt: skip
-def test_what_was_written_in_english_is_shown_in_chinese_but_for_the_words_of_users(english, chinese):
-    assert in_words(english, catalogue("zh_CN").gettext) == chinese
-
-
-def test_what_is_longer_than_any_sentence_of_ours_stays_as_it_is():
-    for text in (" uses , " * 1000, "held back: it would delay " * 2000):
-        assert in_words(text, catalogue("zh_CN").gettext) == text
-
-
-def test_no_sentence_in_sentences_is_too_deep():
-    text = in_words("held back: it would delay " * 30, catalogue("zh_CN").gettext)
-
-    assert text.startswith("暂缓：会推迟 暂缓：会推迟 ") and text.endswith("held back: it would delay ")
-
-
 def test_a_warned_user_reads_in_chinese_what_a_policy_did_and_what_comes_next():
     facts = {"policy": "hogs", "harm_action": "terminate", "harm_unix_seconds": 1795759200}
-    line = {"kind": "warn", "outcome": "failed", "message": "uses 4.0GiB of GPU 0, 3GiB is allowed: no terminal"}
+    found = sentence(
+        "memory.above", "uses {size} of {gpu}, {limit} is allowed", size="4.0GiB", gpu="GPU 0", limit="3GiB"
+    )
+    message = sentence("because", "{what}: {why}", what=found, why=NO_TERMINAL)
+    line = {"kind": "warn", "outcome": "failed", "message": message}
     use_language_of_user(CHINESE)
     try:
         text = deed_text({**line, "facts": facts})

@@ -20,6 +20,7 @@ from builders import (
 
 from gpuguard import device_state
 from gpuguard.device_state import user_totals, uses
+from gpuguard.locale.messages import MESSAGE_IDS
 from gpuguard.model import Gap, ProcessStat
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import ReservationStatus
@@ -317,9 +318,10 @@ def documented(kind: str, text: str) -> dict[str, set[str]]:
 
 
 def printed(path: str, value: object, found: dict[str, set[str]] | None = None) -> dict[str, set[str]]:
-    """The fields of every object in a real output, in the same form."""
+    """The fields of every object in a real output, in the same form, without the messages of its sentences."""
     found = {} if found is None else found
     if isinstance(value, dict):
+        value = {name: inner for name, inner in value.items() if name != MESSAGE_IDS}
         found.setdefault(path, set()).update(value)
         for name, inner in value.items():
             printed(f"{path}.{name}", inner, found)

@@ -254,7 +254,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
 def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
     encoded = encoded.partition(b"\n")[0]  # release requests stand behind it
     try:
-        content = loads(encoded) if len(encoded) <= MAX_BYTES else None
+        content = plain(loads(encoded)) if len(encoded) <= MAX_BYTES else None  # a user's words are no sentences
     except ValueError:
         content = None
     fields = {

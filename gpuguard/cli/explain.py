@@ -24,6 +24,7 @@ from gpuguard.cli.options import (
     request_of,
 )
 from gpuguard.clusters.visible_devices import outer_devices
+from gpuguard.locale.messages import all_of
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
 from gpuguard.queue.reasons import passing_text, position_text, unplanned_texts
@@ -68,4 +69,4 @@ def _start_in_queue(
     position = queue.of(ticket.id)
     passing = passing_text(position, queue)
     words = [position_text(position, queue), *([passing] if passing else []), *unplanned_texts(queue)]
-    return position.now, "; ".join(words)
+    return position.now, all_of(words)

@@ -23,6 +23,7 @@ from contextlib import suppress
 
 from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_of, directory_of, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest, shortage
+from gpuguard.locale import translated
 from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.exposition import FILE, prometheus_text, remove_textfile, write_textfile
 from gpuguard.metrics.facts import MachineFacts, MetricFacts
@@ -119,7 +120,7 @@ def _output(args: argparse.Namespace) -> Output:
             if args.token_file:
                 token = Secret(file=os.path.abspath(args.token_file)).read()
         except Undelivered as error:
-            raise InvalidRequest(f"--token-file: {error}.") from None
+            raise InvalidRequest(f"--token-file: {translated(str(error))}.") from None
         client = InfluxClient(args.influx, token)
         return lambda facts: client.send(_influx_lines(facts))
     if args.textfile:

@@ -35,21 +35,18 @@ def N_(message: str) -> str:  # noqa: N802  # gettext's own name for it
     return message
 
 
-SEPARATORS = N_("; "), N_(", "), N_(": "), "\n"  # of messages.all_of()
+SEPARATORS = N_("; "), N_(", "), N_(": "), N_(" and "), "\n"  # of messages.all_of()
 
 
 def translated(text: str, say: Callable[[str], str] | None = None) -> str:
     """Return a Sentence in the language of the user, or as *say* has it; other texts stay as they are."""
     say = say or (_catalogue.gettext if _catalogue else None)
-    if say is None:
+    if say is None or not isinstance(text, Sentence) or not text.key:
         return text
-    if not isinstance(text, Sentence):
-        from gpuguard.locale.sentences import in_words  # only for users who do not read English
-
-        return in_words(text, say)
     values = {name: translated(value, say) for name, value in text.values.items()}
     if text.key == ALL_OF:
-        return say(values.pop(BETWEEN, "")).join(values.values())
+        between = values.pop(BETWEEN, "")
+        return (say(between) if between in SEPARATORS else between).join(values.values())
     form = say(text.key)
     return str(plain(text)) if form == text.key else filled(form, values)
 

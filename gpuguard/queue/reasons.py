@@ -12,7 +12,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
-from gpuguard.locale import N_, _, translated
+from gpuguard.locale import _, translated
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition
@@ -25,7 +25,7 @@ from gpuguard.request import Request
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
-_AND = N_(" and ")
+_AND = " and "  # one of locale.SEPARATORS
 
 
 def reservation_text(reservation: Reservation, now: float) -> str:

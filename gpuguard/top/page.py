@@ -184,7 +184,7 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
 
 def _gaps(scene: Scene, width: int) -> list[ScreenLine]:
     gaps = gap_lines(scene.snapshot)
-    shown = [_("not known: {gap}").format(gap=gap) for gap in gaps[:_GAPS]]
+    shown = [_("not known: {gap}").format(gap=neutralise(translated(gap))) for gap in gaps[:_GAPS]]
     if len(gaps) > _GAPS:
         shown.append(_("and {gaps} more: gpuguard who").format(gaps=len(gaps) - _GAPS))
     return [_line([], width), *(_line([(text, "dim")], width) for text in shown)] if shown else []

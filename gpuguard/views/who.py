@@ -13,6 +13,7 @@ from gpuguard import device_state
 from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
@@ -85,7 +86,7 @@ def to_text(
         kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot, {use.device.uuid for use in uses}):
-        lines += ["", _("Not known:"), *(shorten(f"  {gap}", width) for gap in gaps)]
+        lines += ["", _("Not known:"), *(shorten(f"  {neutralise(translated(gap))}", width) for gap in gaps)]
     return lines
 
 
@@ -225,7 +226,7 @@ def _waiting_row(ticket: Ticket, now: float) -> list[str]:
 
 
 def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[str]:
-    """Return lines like ``"GPU 0, 7: power_draw, temperature: not supported"``, equal fields and reasons together.
+    """Return sentences like ``"GPU 0, 7: power_draw, temperature: not supported"``, equal fields and reasons together.
 
     They are only about what the screen shows; *shown* holds the uuids of its devices, or None for all.
     """
@@ -241,8 +242,9 @@ def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[
     lines = []
     for (fields, reason), uuids in alike.items():
         labels = [known[uuid] for uuid in uuids if uuid in known]
-        where = _("all GPUs: ") if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
-        lines.append(neutralise(f"{where}{fields}: {translated(reason)}"))
+        gpus = [f"GPU {', '.join(labels)}"] if labels else []
+        where = [sentence("who.all_gpus", "all GPUs")] if 1 < len(labels) == len(known) else gpus
+        lines.append(all_of([*where, fields, reason], ": "))
     return lines
 
 
