@@ -149,7 +149,7 @@ def _put_all(machine: MachineFacts, exporters: Sequence[str], output: Output, ev
                 raise machine.trouble
             reported = ""
         except (GpuguardError, OSError) as error:
-            text = str(error) if isinstance(error, GpuguardError) else shortage(error)
+            text = translated(str(error)) if isinstance(error, GpuguardError) else shortage(error)
             if every is None or isinstance(error, InvalidRequest) or not text:
                 raise
             if text != reported:

@@ -26,7 +26,7 @@ from gpuguard.backtest.recordings import pack
 from gpuguard.cli.options import add_source_options, add_table, backend_of, directory_of, quantity
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.policies.view import RuleView
 from gpuguard.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
 from gpuguard.watchdog import ViewReader
@@ -95,7 +95,7 @@ def _record(
             try:
                 view, trouble = reader.read(), ""
             except BackendError as error:
-                view, before, trouble = None, trouble, str(error)
+                view, before, trouble = None, trouble, translated(str(error))
                 if trouble != before:
                     print_notice(_("no sample for now: {trouble}").format(trouble=trouble))
     except OSError as error:

@@ -267,7 +267,9 @@ def _notes_on(claim: Claim, request: Request) -> Iterator[str]:
                     "{device_title} is {utilization:.0f}% busy, so its jobs slow each other down: --max-util "
                     "{busy_to_share:.0f}% waits for one that is less busy."
                 ).format(
-                    device_title=device_title(device), utilization=device.utilization, busy_to_share=_BUSY_TO_SHARE
+                    device_title=translated(device_title(device)),
+                    utilization=device.utilization,
+                    busy_to_share=_BUSY_TO_SHARE,
                 )
             )
 

@@ -28,7 +28,7 @@ from gpuguard.cli.progress import progress
 from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import PCIE, Snapshot
 from gpuguard.top.devices import fields_shown
 from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
@@ -165,7 +165,7 @@ def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> Non
             try:
                 scene, trouble = feed.sample(), ""
             except GpuguardError as error:
-                trouble = " ".join(str(error).split())
+                trouble = " ".join(translated(str(error)).split())
 
 
 def _lines(scene: Scene, history: History, view: ScreenView, columns: int | None, rows: int | None) -> list[str]:

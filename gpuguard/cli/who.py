@@ -23,7 +23,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options, terminal
 from gpuguard.cli.progress import progress
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.locale import _
+from gpuguard.locale import _, translated
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.request import resolve
@@ -171,4 +171,4 @@ def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> No
             except InvalidRequest:
                 raise
             except GpuguardError as error:
-                lines = [local_time(time.time(), "%H:%M:%S"), *map(neutralise, str(error).splitlines())]
+                lines = [local_time(time.time(), "%H:%M:%S"), *map(neutralise, translated(str(error)).splitlines())]
