@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SECONDS = 0.5  # the worker that reads the devices has 1.5 s for each
+FILE_SECONDS = 0.5  # the worker that reads the devices has 1.5 s for each
 SECONDS_AGAIN = 0.02  # while other reads hang, so that many users with such reads do not take the time of all
 SHARE = 0.05  # of all time may go to reads of one user's processes, in the long run
 NOTICED = 0.002  # seconds; 200 processes whose reads each take less hold up nothing
@@ -162,5 +162,5 @@ def owed_by(now: float) -> dict[Key, float]:
 def _most(times: int, others: float) -> float:
     """How long a read of one user may take, if other slow reads have just taken *others* seconds."""
     if times > 1:
-        return times * SECONDS
-    return SECONDS_AGAIN if _hanging else max(SECONDS_AGAIN, SECONDS - others)
+        return times * FILE_SECONDS
+    return SECONDS_AGAIN if _hanging else max(SECONDS_AGAIN, FILE_SECONDS - others)

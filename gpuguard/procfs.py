@@ -431,7 +431,7 @@ def _facts_of(pid: int, command: bytes | None, environ: bytes | None) -> dict[st
         "command": _words(command or b"") or None,
         "executable": _link(pid, "exe"),
         "working_directory": _link(pid, "cwd"),
-        "conda_environment": environment_of(_variables(environ or b"")),
+        "conda_environment": conda_environment_in(_variables(environ or b"")),
         "container": container_of(read_text(f"/proc/{pid}/cgroup") or ""),
     }
 
@@ -461,7 +461,7 @@ def _variables(environ: bytes) -> dict[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
-def environment_of(variables: Mapping[str, str]) -> str | None:
+def conda_environment_in(variables: Mapping[str, str]) -> str | None:
     """Return the name of the conda environment, or else of the virtual environment, or None if there is neither."""
     conda = variables.get("CONDA_DEFAULT_ENV") or os.path.basename(variables.get("CONDA_PREFIX", ""))
     return conda or os.path.basename(variables.get("VIRTUAL_ENV", "")) or None

@@ -1,7 +1,7 @@
 """Names and groups of users, without waiting for a silent directory service, and the user who answers for a uid.
 
-getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
-this process does not ask the service again for a while.  It does ask again for a uid without a name, because a service
+getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after LOOKUP_SECONDS the number has to do,
+and this process does not ask the service again for a while.  It does ask again for a uid without a name, because a service
 that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
 Does not say what a user may do.  A user is always identified by the uid, and a uid that root has given to a user is
 that user: see certain_owner().
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-SECONDS = 1.0
+LOOKUP_SECONDS = 1.0
 AGAIN_SECONDS = 60.0
 PACE_SECONDS = 1.0  # between two nameless uids that are asked for again: a user of user namespaces has 65536 of them
 
@@ -114,7 +114,7 @@ def _look_up(asked: int | str | _Question) -> None:
         thread.start()
     except RuntimeError:  # this user has too many threads: the answer has to wait until there is room
         return
-    thread.join(SECONDS)
+    thread.join(LOOKUP_SECONDS)
     if thread.is_alive():
         _silent[:] = [monotonic()]
 

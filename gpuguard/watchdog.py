@@ -61,7 +61,7 @@ INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory: sample again soon if its use has risen by more than this
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # the factor by which the pause grows after each sample in which nothing rose
-RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
+DRIVER_RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 
 BREAKER = RuleKind(
     "breaker",
@@ -241,7 +241,7 @@ class Watchdog:
                 # Only failures of the driver make pauses longer and longer.  A fault of ours is no load on the driver,
                 # and no time would count between samples that come too seldom.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
-                self.pause = min(RETRY_SECONDS, self.site_rules.interval[1] * 2 ** min(failures, 8))
+                self.pause = min(DRIVER_RETRY_SECONDS, self.site_rules.interval[1] * 2 ** min(failures, 8))
                 with suppress(Exception):  # which the callback raises
                     self._report_problem(error)
                 if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
@@ -528,7 +528,7 @@ class Watchdog:
             return do()
         except Exception as error:  # noqa: BLE001  a bug that one user triggers must not help all
             now = time.monotonic()
-            if now - self._reported.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
+            if now - self._reported.get(policy, -DRIVER_RETRY_SECONDS) >= DRIVER_RETRY_SECONDS:
                 self._reported[policy] = now
                 text = sentence(
                     "fault.policy",

@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     with monkeypatch.context() as crowded:
         crowded.setattr(threading.Thread, "start", failing(RuntimeError("can't start new thread")))
         guard.reload_if_changed()
-        monkeypatch.setattr(service, "RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(service, "REREAD_SECONDS", 0.0)
         guard.reload_if_changed()
     assert len(said) == 1
     guard.reload_if_changed()

@@ -20,7 +20,7 @@ UNKNOWN = 20002  # another user
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look is late because the machine is busy."""
-    monkeypatch.setattr(deadline, "SECONDS", 60.0)
+    monkeypatch.setattr(deadline, "FILE_SECONDS", 60.0)
     monkeypatch.setattr(deadline, "SECONDS_AGAIN", 12.0)
     monkeypatch.setattr(deadline, "_hanging", {})
     monkeypatch.setattr(deadline, "_free", [])
@@ -42,7 +42,7 @@ def hangs(event: threading.Event) -> Callable[[], bytes]:
 def given_up(pid: int, kind: str, event: threading.Event) -> None:
     """A look that hangs, and that is waited for no longer than a look of the guard."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadline, "SECONDS", 0.1)
+        patch.setattr(deadline, "FILE_SECONDS", 0.1)
         patch.setattr(deadline, "SECONDS_AGAIN", 0.02)
         assert in_time(pid, kind, hangs(event)) is None
 
@@ -109,7 +109,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, comes_back: threading.Event) -> Iter
         return hangs(comes_back)() if path in own else read_proc(path, limit)
 
     monkeypatch.setattr(procfs, "read_proc", read)
-    monkeypatch.setattr(deadline, "SECONDS", 1.0)
+    monkeypatch.setattr(deadline, "FILE_SECONDS", 1.0)
     monkeypatch.setattr(deadline, "SECONDS_AGAIN", 0.1)
     with a_child(*SLEEP) as child:
         yield child
@@ -177,7 +177,7 @@ def test_several_who_do_so_together_get_hardly_more_and_hide_nobody_else(clock):
 
 def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, tmp_path, comes_back):
     never, sought = hangs(comes_back), []
-    monkeypatch.setattr(deadline, "SECONDS", 1.0)
+    monkeypatch.setattr(deadline, "FILE_SECONDS", 1.0)
     monkeypatch.setattr(deadline, "SECONDS_AGAIN", 0.1)
     monkeypatch.setattr(os.path, "lexists", lambda path: sought.append(path) or never())  # no answer, as of a server
     gone = tmp_path / "gone"

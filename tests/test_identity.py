@@ -174,7 +174,7 @@ def test_what_never_comes_back_is_unknown_by_itself(monkeypatch: pytest.MonkeyPa
     def in_time(pid: int, kind: str, look: Callable[[], object], times: int = 1) -> object:
         return read(pid, kind, (lambda: over.wait(60)) if kind == hanging else look, 1)
 
-    for name, value in (("SECONDS", 2.0), ("_hanging", {}), ("_spent", {})):
+    for name, value in (("FILE_SECONDS", 2.0), ("_hanging", {}), ("_spent", {})):
         monkeypatch.setattr(deadline, name, value)
     monkeypatch.setattr(identity, "in_time", in_time)
     with a_program(OTHERS) as pid:

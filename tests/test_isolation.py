@@ -88,9 +88,9 @@ def test_minors_are_those_of_the_driver_not_the_indices_and_an_unknown_one_is_no
 def test_cuda_counts_the_devices_that_it_can_open():
     two = [a_device(2), a_device(5)]
 
-    assert isolation.environment_of(two, "index") == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert isolation.environment_of(two, "uuid") == {}
-    assert isolation.environment_of([a_device(2, parent_uuid="GPU-x")], "index") == {}
+    assert isolation.environment_inside(two, "index") == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert isolation.environment_inside(two, "uuid") == {}
+    assert isolation.environment_inside([a_device(2, parent_uuid="GPU-x")], "index") == {}
 
 
 def test_a_simulated_device_has_no_node_to_hide(tmp_path):

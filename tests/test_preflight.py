@@ -56,7 +56,7 @@ def of_another_user_than_judged(scene: Scene, patch: Patch) -> None:
 
 def of_a_program_where_nobody_answers(scene: Scene, patch: Patch) -> None:
     scene.context(protected_executables=("/*/sleep",))
-    for name, value in (("SECONDS", 1.0), ("_hanging", {}), ("_spent", {})):
+    for name, value in (("FILE_SECONDS", 1.0), ("_hanging", {}), ("_spent", {})):
         patch.setattr(deadline, name, value)
     patch.setattr(identity, "runs_one_of", lambda *_: threading.Event().wait(20))
 

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(recorder_module, "REOPEN_SECONDS", 0.0)
     monkeypatch.setattr(recorder_module, "SUMS_SHARE", 0)
     monkeypatch.setattr(recorder_module, "WRITE_SECONDS", 0.01)
 

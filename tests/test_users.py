@@ -34,7 +34,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_silent", [])
     monkeypatch.setattr(users, "_again", [])
     monkeypatch.setattr(users, "_answers", {})
-    monkeypatch.setattr(users, "SECONDS", PATIENT)
+    monkeypatch.setattr(users, "LOOKUP_SECONDS", PATIENT)
     yield
     # A thread that still asks would tell the next test what it has heard.
     assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("name of ")])
@@ -115,7 +115,7 @@ def test_a_service_that_hangs_over_the_owner_of_a_uid_makes_that_uid_a_strangers
         hanging.wait(60)
         raise KeyError(name)
 
-    monkeypatch.setattr(users, "SECONDS", 0.05)
+    monkeypatch.setattr(users, "LOOKUP_SECONDS", 0.05)
     monkeypatch.setattr(pwd, "getpwnam", hang)
     said = users.certain_owner(100_000)
     hanging.set()
@@ -148,7 +148,7 @@ def test_a_directory_service_that_hangs_is_asked_once_and_then_numbers_have_to_d
         hanging.wait()
         raise KeyError
 
-    monkeypatch.setattr(users, "SECONDS", 0.05)
+    monkeypatch.setattr(users, "LOOKUP_SECONDS", 0.05)
     monkeypatch.setattr(pwd, "getpwuid", hang)
     names = [users.user_name(uid) for uid in (1001, 1002, 1003)]
     hanging.set()

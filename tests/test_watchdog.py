@@ -334,7 +334,7 @@ def test_the_pause_after_a_fault_is_never_longer_than_a_minute(a_watchdog):
     guard = a_watchdog(Scripted(DriverUnresponsive("no answer")), interval=(1.0, 600.0))
     guard.run(Rounds(9, lambda: None))
 
-    assert guard.pause == watchdog.RETRY_SECONDS
+    assert guard.pause == watchdog.DRIVER_RETRY_SECONDS
 
 
 def test_a_thread_of_its_own_ends_with_the_block(a_watchdog, place):
@@ -497,7 +497,7 @@ def test_a_rule_that_fails_keeps_no_other_policy_from_anything(a_watchdog, log, 
 
 
 def test_a_rule_that_goes_on_failing_is_named_once_a_minute(a_watchdog, log, monkeypatch):
-    monkeypatch.setattr(watchdog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "DRIVER_RETRY_SECONDS", 0.0)
     guard = a_watchdog(Scripted(*snapshots(A_HOG, number=3)), (BROKEN,))
     looks(guard, 2)
 

@@ -132,7 +132,7 @@ def test_a_device_that_hangs_while_it_alone_is_asked_for_comes_back_as_unrespons
 
 
 def test_a_device_that_recovered_is_read_again(backend: WorkerBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(client, "DEVICE_RETRY_SECONDS", 0.0)
     sim("fault", "--device", "1", "hang")
     hung = problems(backend)
     sim("fault", "--device", "1", "none")

@@ -33,7 +33,7 @@ SLOW_SECONDS = 2.0  # after which on_slow is called
 DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs, so that a sample of eight dead ones still comes within 5 s
 STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
-RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
+DEVICE_RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
 
 _SILENT = sentence("driver.silent", "a driver call did not come back")
 _UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
@@ -112,7 +112,7 @@ class WorkerBackend:
                 suspect = stuck.index if ahead else None  # if several are read at once, another may be at fault
                 if stuck.index is None or stuck.index in self._skip:
                     raise _unresponsive(stuck.reason) from None
-                self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
+                self._skip[stuck.index] = time.monotonic() + DEVICE_RETRY_SECONDS
                 hung_before = True
             except BrokenPipeError:
                 self._abandon()

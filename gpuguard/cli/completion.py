@@ -164,10 +164,10 @@ def kind_of(action: argparse.Action) -> str | None:
 
 # The rest of this file finds values that a shell offers after a TAB and that may change: devices, users, claims.
 #
-# The user is typing, so errors are silent, it takes SECONDS at most, and while the daemon runs its last sample is used,
-# so that the driver is left alone.  Nothing is changed.
+# The user is typing, so errors are silent, it takes TYPING_SECONDS at most, and while the daemon runs its last sample
+# is used, so that the driver is left alone.  Nothing is changed.
 
-SECONDS = 2.0
+TYPING_SECONDS = 2.0
 _BEFORE_PEOPLE = 1000  # uids of services are smaller (login.defs: UID_MIN)
 _NOBODY = 65534
 
@@ -175,7 +175,7 @@ _NOBODY = 65534
 def print_values(kind: str, word: str) -> None:
     """Print the values of *kind* that complete *word*, one per line, each explained after a tab."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, TYPING_SECONDS)
     lines: list[str] = []
     if kind in VALUES:
         with suppress(GpuguardError, OSError):

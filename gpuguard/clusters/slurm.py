@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpuguard.clusters import slurm_node
-from gpuguard.clusters.slurm_node import OVER, SECONDS, SlurmReply, run_slurm
+from gpuguard.clusters.slurm_node import OVER, SLURM_SECONDS, SlurmReply, run_slurm
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
@@ -203,7 +203,7 @@ def cancel(job: str) -> str | None:
         return sentence(
             "slurm.not_callable",
             "Slurm cannot be called, or does not answer in {seconds} s: try `scancel {job}` by hand",
-            seconds=f"{SECONDS:.0f}",
+            seconds=f"{SLURM_SECONDS:.0f}",
             job=word,
         )
     if not answer.status:

@@ -31,7 +31,7 @@ TRACES = (
     "/run/slurmd.pid", "/run/slurm/slurmd.pid", "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf",
     "/run/slurm/conf/slurm.conf", "/var/spool/slurmd/conf-cache/slurm.conf",
 )  # fmt: skip
-SECONDS = 20.0  # for an answer of the controller
+SLURM_SECONDS = 20.0  # for an answer of the controller
 ASK_SECONDS = 30.0  # between two queries; the controller answers with all jobs of the cluster
 REST = 50.0  # and at least so many times as long as the last answer took, so that a large cluster is asked less often
 TIMEOUT_SECONDS = 15.0  # for an answer with all jobs
@@ -184,7 +184,7 @@ class SlurmReply:
         return first or sentence("slurm.ends_with", "it ends with {status}", status=self.status)
 
 
-def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:
+def run_slurm(*words: str, seconds: float = SLURM_SECONDS) -> SlurmReply | None:
     """Run a Slurm command and return its reply, or None if it cannot be started or hangs."""
     program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
     if program is None:

@@ -14,7 +14,8 @@ from gpuguard.locale.messages import nsentence
 from gpuguard.model import EventOutcome
 from gpuguard.queue.settings import keep_last_good, read_queue_settings, settings_path
 
-RETRY_SECONDS = 60.0  # between two readings of a file with faults, because LDAP may be up by then
+# Between two readings of a file with faults: by then LDAP may be up, or a process may find room.
+REREAD_SECONDS = 60.0
 
 
 class QueueSettingsFile:
@@ -39,7 +40,7 @@ class QueueSettingsFile:
     def look(self) -> None:
         """Read the file if it has changed, or if it had faults a while ago.  Call this again and again."""
         version = version_of(settings_path())
-        if version == self._version and not (self.faults and time.monotonic() - self._read_at >= RETRY_SECONDS):
+        if version == self._version and not (self.faults and time.monotonic() - self._read_at >= REREAD_SECONDS):
             return
         try:
             site = read_queue_settings(self._directory)

@@ -27,7 +27,7 @@ from gpuguard.clusters.slurm_node import SlurmNode
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.jobs_seen import JobsSeen
-from gpuguard.daemon.queue_settings import QueueSettingsFile
+from gpuguard.daemon.queue_settings import REREAD_SECONDS, QueueSettingsFile
 from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
 from gpuguard.daemon.upkeep import ClaimUpkeep
@@ -65,7 +65,6 @@ EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
 PUBLISH_SECONDS = 3.0  # between two publications: no reader needs to know more exactly who uses which GPU
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is handled at once
-RETRY_SECONDS = 60.0  # between two reads of a file with faults: by then LDAP may be up, or a process may find room
 STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
 SEND_SECONDS = 0.2  # for data that is still to be sent then
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
@@ -410,7 +409,7 @@ class Daemon:
         """Read the policy file again if that is requested or due."""
         if self._settings.policy and (requested or version_of(self._settings.policy) != self._file_status):
             self._reload()
-        elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= RETRY_SECONDS:
+        elif (self._faults or self._unknown) and time.monotonic() - self._read_at >= REREAD_SECONDS:
             self._reload(quiet=True)
 
     def _look_for_devices(self) -> None:

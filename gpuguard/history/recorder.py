@@ -23,7 +23,7 @@ from gpuguard.model import Snapshot
 
 PENDING = 720  # slots that may wait to be written: 2 hours, some 10 MiB with 8 devices
 WRITE_SECONDS = float(WIDTH)  # between two writes of the complete slots; spent() is updated after each
-RETRY_SECONDS = 10.0
+REOPEN_SECONDS = 10.0
 SUMS_SHARE = 100  # the windows of quotas are summed so rarely that this takes 1 % of the time at most
 
 Say = Callable[[str], object]
@@ -135,7 +135,7 @@ class Recorder:
     def _fail(self, error: Exception) -> None:
         self._close()
         self._spent, self._summed = {}, (frozenset(), {})
-        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._retry_at = time.monotonic() + REOPEN_SECONDS
         reason = str(error)
         if not isinstance(error, (GpuguardError, store.Outdated)):  # whose texts are sentences
             reason = " ".join(reason.split()).rstrip(".") or sentence("usage_store.no_memory", "no memory is left")

@@ -102,7 +102,7 @@ def isolate(
         BackendError: the devices cannot be read.
     """
     nodes = nodes_of(backend.sample({MODEL, HEALTH}, [device.uuid for device in claim]).devices, claim.devices)
-    environment = environment_of(claim.devices, visible)
+    environment = environment_inside(claim.devices, visible)
     if os.geteuid() == 0:
         return Isolation(environment, *prepare_cgroup(nodes.rules(), claim.id))
 
@@ -121,7 +121,7 @@ def isolate(
     return Isolation(environment, *prepare_namespace(hidden(nodes, dev), dev))
 
 
-def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
+def environment_inside(devices: Sequence[Device], visible: str) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES for an isolated job, or {} if it is the same as without isolation.
 
     CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which

@@ -1,8 +1,8 @@
 """A few read-only pages over HTTP, by the standard library's server with bounds on its clients.
 
-Each connection has a thread, carries one request and ends with its answer.  It lasts SECONDS, not counting the time in
-which its page is made; at most MAX_CONNECTIONS are open, and a further one ends the oldest.  A request has at most
-MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only for a Host that is ours, because a web page in a user's
+Each connection has a thread, carries one request and ends with its answer.  It lasts CONNECTION_SECONDS, not counting
+the time in which its page is made; at most MAX_CONNECTIONS are open, and a further one ends the oldest.  A request has
+at most MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only for a Host that is ours, because a web page in a user's
 browser could otherwise read our pages under a name that its owner had pointed to our address.
 
 The server does not make the pages: see pages().
@@ -35,7 +35,7 @@ from gpuguard.sanitize import neutralise
 ADDRESS = "127.0.0.1:9835"
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
-SECONDS = 10.0
+CONNECTION_SECONDS = 10.0
 LINGER_SECONDS = 1.0  # for a client that sends more than a request to read its answer, which closing would cut off
 PAGE_SECONDS = 1.0  # for which a page is kept, so that a thousand scrapes a second cost no more than one
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -127,7 +127,7 @@ class PageServer(ThreadingHTTPServer):
     pages: Pages
 
     def __init__(
-        self, address: tuple[IPv4Address | IPv6Address, int], hosts: frozenset[str], seconds: float = SECONDS
+        self, address: tuple[IPv4Address | IPv6Address, int], hosts: frozenset[str], seconds: float = CONNECTION_SECONDS
     ) -> None:
         self.hosts, self.seconds = hosts, seconds
         self._ends: dict[socket.socket, float] = {}  # when each connection ends, monotonic; the oldest comes first

@@ -420,7 +420,7 @@ def _title(path: Path) -> str:
     return repr(name) if name else _("the file")
 
 
-SECONDS = 5.0
+ACCOUNTS_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
 
@@ -443,7 +443,7 @@ class Accounts:
 
     user_number: Callable[[str], int] = lambda name: pwd.getpwnam(name).pw_uid
     group_number: Callable[[str], int] = lambda name: grp.getgrnam(name).gr_gid
-    seconds: float = SECONDS
+    seconds: float = ACCOUNTS_SECONDS
     remembered: Mapping[Name, int] | None = None
     known: dict[Name, int] = field(default_factory=dict, init=False)
     gone: dict[Name, InvalidRequest] = field(default_factory=dict, init=False)  # what was not found, and why
