@@ -1,10 +1,10 @@
 """Names and groups of users, without waiting for a silent directory service, and the user who answers for a uid.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after LOOKUP_SECONDS the number has to do,
-and this process does not ask the service again for a while.  It does ask again for a uid without a name, because a service
-that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.
-Does not say what a user may do.  A user is always identified by the uid, and a uid that root has given to a user is
-that user: see certain_owner().
+and this process does not ask the service again for a while.  It does ask again for a uid without a name, because a
+service that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.  Does
+not say what a user may do.  A user is always identified by the uid, and a uid that root has given to a user is that
+user: see certain_owner().
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each connection has a thread, carries one request and ends with its answer.  It lasts CONNECTION_SECONDS, not counting
 the time in which its page is made; at most MAX_CONNECTIONS are open, and a further one ends the oldest.  A request has
-at most MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only for a Host that is ours, because a web page in a user's
-browser could otherwise read our pages under a name that its owner had pointed to our address.
+at most MAX_REQUEST_BYTES.  Only GET and HEAD are answered, and only for a Host that is ours, because a web page in a
+user's browser could otherwise read our pages under a name that its owner had pointed to our address.
 
 The server does not make the pages: see pages().
 """
