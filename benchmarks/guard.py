@@ -84,7 +84,7 @@ def measure_judging(policy: Path, rounds: int = 200) -> None:
     from builders import a_device, a_process, a_snapshot
 
     from gpuguard.policies.engine import EngineMemory, evaluate
-    from gpuguard.policies.files.loader import load_policies
+    from gpuguard.policy_files.loader import load_policies
 
     policies, memory = load_policies(str(policy), trusted_owner=False).policies, EngineMemory()
     assert len(policies) == 10, "the policy file of this benchmark has faults"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
-    from gpuguard.policies.files.loader import load_policies
+    from gpuguard.policy_files.loader import load_policies
     from gpuguard.training_log import collector
     from gpuguard.watchdog import Watchdog
 
@@ -86,7 +86,7 @@ _HOMES = {
     "claims.claim": ("Claim",),
     "cli.notebook": ("load_ipython_extension",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
-    "policies.files.loader": ("load_policies",),
+    "policy_files.loader": ("load_policies",),
     "watchdog": ("Watchdog",),
 }  # all other names are in errors
 

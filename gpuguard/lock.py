@@ -172,7 +172,7 @@ class Allocator:
             ClaimError: only the daemon gives the locks, and no daemon runs.
         """
         if self.directory.closed and self.outer is None:
-            from gpuguard.daemon.broker_client import refuse_without_daemon  # only where the daemon gives the locks
+            from gpuguard.queue.broker_client import refuse_without_daemon  # only where the daemon gives the locks
 
             refuse_without_daemon(self.directory)
         is_reserved = self.outer is None and has_queue(self.directory, ("reserve.",))
@@ -229,7 +229,7 @@ class Allocator:
         claim: Claim | None = None
         try:
             if self.directory.closed:
-                from gpuguard.daemon.broker_client import request_grant
+                from gpuguard.queue.broker_client import request_grant
 
                 claim = request_grant(snapshot, request, self.directory, self.outer, taken, ticket, once=once)
             else:

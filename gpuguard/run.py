@@ -325,7 +325,9 @@ class JobSupervisor:
         if directory is None or last is None or last <= self.guard_seen:
             return
         try:
-            from gpuguard.daemon.client import own_events  # sockets: only if a policy did something, not for each job
+            from gpuguard.claims.daemon_client import (
+                own_events,  # sockets: only if a policy did something, not for each job
+            )
             from gpuguard.notify.templates import deed_text
 
             lines = own_events(directory, self.started_at)

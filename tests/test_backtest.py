@@ -6,7 +6,7 @@ from gpuguard.backtest.backtest import Backtest, backtest
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import InvalidRequest
-from gpuguard.policies.files.loader import parse
+from gpuguard.policy_files.loader import parse
 
 IDLE = """
 version: 1

@@ -179,7 +179,7 @@ def say(program: Any, word: str) -> None:
 
 UNREAD = """
 import socket, time
-from gpuguard.daemon.client import connect, encoded
+from gpuguard.claims.daemon_client import connect, encoded
 connection = socket.socket(socket.AF_UNIX)
 connect(connection, directory, 10)
 connection.sendall(encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}}))
@@ -208,7 +208,7 @@ def test_a_process_that_goes_before_the_reply_leaves_nothing_locked(broker):
 
 FLOOD = """
 import socket, time
-from gpuguard.daemon.client import connect, encoded
+from gpuguard.claims.daemon_client import connect, encoded
 until = time.monotonic() + 4.0
 print("begun", flush=True)
 while time.monotonic() < until:

@@ -18,17 +18,17 @@ from daemons import a_daemon
 from guard_scene import SOMEBODY, Listing
 from nodes import eventually
 
+from gpuguard.claims.daemon_client import EventsReply, decoded
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, read_restrictions
-from gpuguard.daemon import broker_client
-from gpuguard.daemon.client import EventsReply, decoded
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, RequestContext, handle
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import line_of
 from gpuguard.model import Event, Subject
 from gpuguard.policies.engine import PolicyStatus
+from gpuguard.queue import broker_client
 from gpuguard.request import Request
 
 root = pytest.mark.root

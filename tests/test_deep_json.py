@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import ROOT, module_name, modules, tree
 
-from gpuguard.daemon.client import MAX_REQUEST_BYTES
+from gpuguard.claims.daemon_client import MAX_REQUEST_BYTES
 from gpuguard.jsonio import loads
 
 TEXTS = st.text('{}[],:"\\a é\n', max_size=60)

@@ -24,8 +24,8 @@ from nodes import until
 from gpuguard import deadline
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import Protected
-from gpuguard.policies.files.decoder import Accounts
-from gpuguard.policies.files.loader import parse
+from gpuguard.policy_files.loader import parse
+from gpuguard.yaml_files.decoder import Accounts
 
 FULL = "/dev/zero"  # stands for the file of the driver: any process can map it
 WAITS = "print('there', flush=True); time.sleep(600)"

@@ -23,10 +23,10 @@ from gpuguard.jsonio import decode
 from gpuguard.model import ALL_FIELDS, GROUPED_FIELDS, NVLINK, NVLINK_FLOW, PCIE, WHO_FIELDS, ActionName, Device
 from gpuguard.policies.action_kinds import ACTION_KINDS, HARMFUL
 from gpuguard.policies.expression import EXAMPLES, NAMES, NUMBER, TEXT, TEXTS, TRUTH, ExpressionRule, parse_expression
-from gpuguard.policies.files.keys import BreakerKeys, PolicyKeys, StepKeys
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.undeclared import extremes, undeclared
 from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject, recent
+from gpuguard.policy_files.keys import BreakerKeys, PolicyKeys, StepKeys
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.views.columns import FLEET_COLUMNS
 from gpuguard.views.who import to_json

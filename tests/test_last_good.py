@@ -12,13 +12,13 @@ from nodes import eventually
 
 from gpuguard.claims.directory import daemon_files
 from gpuguard.daemon.queue_settings import QueueSettingsFile
-from gpuguard.policies.files import last_good
-from gpuguard.policies.files.decoder import Accounts
-from gpuguard.policies.files.loader import parse
 from gpuguard.policies.usage import UsersRule
+from gpuguard.policy_files import last_good
+from gpuguard.policy_files.loader import parse
 from gpuguard.queue import settings
 from gpuguard.queue.priority import QueueRules
 from gpuguard.queue.settings import keep_last_good, read_queue_settings
+from gpuguard.yaml_files.decoder import Accounts
 
 GOOD = """\
 version: 1

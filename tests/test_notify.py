@@ -30,7 +30,7 @@ from gpuguard.model import Event
 from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, Sender, attempt, problems
 from gpuguard.notify.targets import TARGETS, Apprise, Email, Hook, Webhook
 from gpuguard.notify.templates import NAMES, Template, message_for
-from gpuguard.policies.files.loader import parse
+from gpuguard.policy_files.loader import parse
 from gpuguard.views.events import EventFilter
 
 

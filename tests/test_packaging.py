@@ -25,7 +25,7 @@ import gpuguard
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.cli import COMMANDS, build_parser
 from gpuguard.cli.completion import SHELLS
-from gpuguard.policies.files.loader import load_policies
+from gpuguard.policy_files.loader import load_policies
 
 DEBIAN = ROOT / "packaging" / "deb"
 CONTAINER = ROOT / "packaging" / "container"

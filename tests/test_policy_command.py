@@ -14,12 +14,12 @@ from test_policyfile import EVERY_KEY
 from gpuguard.enforcement.actions import ACTION_KEYS, ACTIONS
 from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import keys_of
-from gpuguard.policies.files.loader import parse
 from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.policies.rules import RULES
+from gpuguard.policy_files.loader import parse
 from gpuguard.views.policy import sentences
 from gpuguard.views.policy_language import SECTIONS, json_schema, key_texts
+from gpuguard.yaml_files.decoder import keys_of
 
 NOUNS = {name: noun for nouns in SECTIONS.values() for name, noun in nouns.items()}
 EXAMPLES = [block.text for block in blocks(PAGE.read_text(encoding="utf-8"), "policies.md") if block.language == "yaml"]

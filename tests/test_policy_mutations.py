@@ -13,7 +13,7 @@ import yaml
 from chances import luck, often
 from policies import GROUPS, USERS, good, read
 
-from gpuguard.policies.files.loader import PolicyFile
+from gpuguard.policy_files.loader import PolicyFile
 
 COUNT = often(10_000)
 

@@ -8,8 +8,8 @@ from daemons import a_daemon
 from nodes import eventually
 from policies import document
 
-from gpuguard.policies.files import last_good
-from gpuguard.policies.files.loader import parse
+from gpuguard.policy_files import last_good
+from gpuguard.policy_files.loader import parse
 from gpuguard.views.policy import reaching
 
 SECRET = "s3cr3t-token"

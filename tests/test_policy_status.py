@@ -7,7 +7,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from ladders import START, Finds, Watch, a_policy, busy
 
-from gpuguard.daemon.client import StatusReply
+from gpuguard.claims.daemon_client import StatusReply
 from gpuguard.daemon.requests import status_reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome

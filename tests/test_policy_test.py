@@ -8,7 +8,7 @@ from sources import ROOT
 from gpuguard.backtest.recordings import people
 from gpuguard.backtest.unit_tests import accounts, read_tests, run_tests, series_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.policies.files.loader import load_policies
+from gpuguard.policy_files.loader import load_policies
 from gpuguard.units import parse_percent
 
 POLICY = """

@@ -7,11 +7,11 @@ import time
 import pytest
 from policies import accounts, document, good, marked, read
 
-from gpuguard.policies.files.decoder import Accounts
-from gpuguard.policies.files.loader import load_policies, parse
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Audience, Exemption, Step
 from gpuguard.policies.usage import UnclaimedRule, UsersRule
+from gpuguard.policy_files.loader import load_policies, parse
+from gpuguard.yaml_files.decoder import Accounts
 
 EVERY_KEY = """\
 version: 1

@@ -12,7 +12,6 @@ from queues import HOUR, a_ticket
 
 from gpuguard.claims.ids import full_id, one_of
 from gpuguard.errors import ClaimError
-from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue import settings as linefile
 from gpuguard.queue.priority import (
     PRIORITIES,
@@ -26,6 +25,7 @@ from gpuguard.queue.priority import (
     permitted,
 )
 from gpuguard.queue.settings import QueueSettings, parse, read_queue_settings
+from gpuguard.yaml_files.decoder import Accounts
 
 NOW = 1_000_000.0
 DAY = 86400.0

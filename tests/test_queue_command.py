@@ -13,7 +13,6 @@ from queues import a_ticket
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.clusters.slurm import Queued
-from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
@@ -26,6 +25,7 @@ from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.users import user_name
 from gpuguard.views.queue import to_json, to_text
+from gpuguard.yaml_files.decoder import Accounts
 
 NOW = 1_700_000_000.0
 EVIL = "\x1b[2J\n\u202e\udcff李"

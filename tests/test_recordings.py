@@ -26,8 +26,8 @@ from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, ProcessStat
 from gpuguard.policies.engine import EngineMemory, evaluate
-from gpuguard.policies.files.loader import parse
 from gpuguard.policies.view import HostUse, RuleView, UserUse
+from gpuguard.policy_files.loader import parse
 from gpuguard.procfs import described, process_facts
 from gpuguard.watchdog import Watchdog
 

@@ -23,7 +23,7 @@ from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
 from gpuguard.cli import run_command_line, setup
 from gpuguard.cli.setup import service as setup_service
 from gpuguard.errors import LockDirectoryError
-from gpuguard.policies.files.loader import load_policies
+from gpuguard.policy_files.loader import load_policies
 
 
 def mode(path: Path) -> int:

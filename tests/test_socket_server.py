@@ -28,17 +28,17 @@ from test_daemon_requests import Requests
 from gpuguard import users
 from gpuguard.backends import simulated
 from gpuguard.claims import grants
+from gpuguard.claims.daemon_client import MAX_REQUEST_BYTES, SOCKET_NAME, exchange
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.daemon import broker_client, client, exemptions, requests, server
 from gpuguard.daemon.broker import Broker
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, SOCKET_NAME, exchange
 from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, Handler, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
 from gpuguard.policies.engine import PolicyStatus
-from gpuguard.policies.files.loader import PolicyFile
+from gpuguard.policy_files.loader import PolicyFile
 from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 
@@ -103,7 +103,7 @@ def test_a_refusal_is_an_error_with_its_words_on_one_line(opened, words, told):
 
 ASK_AS_SOMEBODY = """
 import os, sys
-from gpuguard.daemon.client import exchange
+from gpuguard.claims.daemon_client import exchange
 from gpuguard.claims.directory import lock_directory
 directory = lock_directory(sys.argv[1])
 os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)

@@ -26,8 +26,8 @@ from proc import free_port
 from web_pages import a_page, a_server, answers, ask
 
 from gpuguard import device_state
+from gpuguard.claims.daemon_client import SO_PASSRIGHTS
 from gpuguard.clusters import slurm
-from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.enforcement import limits, preflight
 from gpuguard.locale.messages import sentence
 from gpuguard.views import who

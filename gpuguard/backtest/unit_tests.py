@@ -22,13 +22,11 @@ from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import DEVICE_FIELDS, ClaimRecord, Device, GpuProcess, Snapshot, Verdict
-from gpuguard.policies.files.decoder import Accounts, Decoder, parse_whole
-from gpuguard.policies.files.keys import parse_count, parse_interval
-from gpuguard.policies.files.loader import PolicyFile, content_of, load_policies
-from gpuguard.policies.files.source import Fault, YamlSource, in_order
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
+from gpuguard.policy_files.keys import parse_count, parse_interval
+from gpuguard.policy_files.loader import PolicyFile, content_of, load_policies
 from gpuguard.units import (
     parse_bytes,
     parse_celsius,
@@ -39,6 +37,8 @@ from gpuguard.units import (
     parse_rate,
     parse_watts,
 )
+from gpuguard.yaml_files.decoder import Accounts, Decoder, parse_whole
+from gpuguard.yaml_files.source import Fault, YamlSource, in_order
 
 T = TypeVar("T")
 

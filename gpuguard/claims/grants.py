@@ -121,7 +121,7 @@ def replace_file(directory: LockDirectory, name: str) -> None:
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
     """Ask the daemon for the grants of all locks that are held, as grant_of(), or return None if it does not answer."""
     try:
-        from gpuguard.daemon.client import exchange  # loads sockets, needed only where there is a broker
+        from gpuguard.claims.daemon_client import exchange  # loads sockets, needed only where there is a broker
 
         answer, _ = exchange(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most", "parent", "max_processes"), answer["held"].items()

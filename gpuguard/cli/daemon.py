@@ -25,19 +25,19 @@ from contextlib import ExitStack, nullcontext
 
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
+from gpuguard.claims.daemon_client import ReloadReply, StatusReply, query_daemon
 from gpuguard.cli import terminal
 from gpuguard.cli.metrics import add_expose_option, page_server
 from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of, quantity
 from gpuguard.daemon import service
-from gpuguard.daemon.client import ReloadReply, StatusReply, query_daemon
 from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
 from gpuguard.metrics.server import ADDRESS, listening_address, pages
 from gpuguard.model import Event
-from gpuguard.policies.files.loader import READ_SECONDS
 from gpuguard.policies.policy import Judgement
+from gpuguard.policy_files.loader import READ_SECONDS
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.sanitize import neutralise
 from gpuguard.source import desktop_memory

@@ -18,12 +18,12 @@ from typing import Any
 
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
+from gpuguard.claims.daemon_client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.claims.directory import daemon_files, fault_of, open_lock
 from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import outer_devices
-from gpuguard.daemon.client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.enforcement.identity import is_alive
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError, GpuguardError

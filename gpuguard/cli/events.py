@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Callable
 
+from gpuguard.claims import daemon_client as client
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about, lock_directory
 from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity, sampled
-from gpuguard.daemon import client
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
 from gpuguard.locale import _, translated

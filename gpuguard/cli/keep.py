@@ -25,18 +25,18 @@ import sys
 import time
 from dataclasses import asdict
 
+from gpuguard.claims.daemon_client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.claims.restrictions import KEPT
 from gpuguard.cli.events import own_events
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, own_deeds
 from gpuguard.cli.restrictions import add_for_and_reason, reason_of, seconds_of, show
-from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _
-from gpuguard.policies.files.decoder import Accounts
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration
 from gpuguard.views.policy import status_lines
 from gpuguard.views.text import json_text, put, put_json
+from gpuguard.yaml_files.decoder import Accounts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -241,7 +241,7 @@ def own_deeds(args: argparse.Namespace) -> list[str]:
         directory, since = lock_directory(args.dir, backend=args.backend, make=False), time.time() - 3600
         if (last_about(directory, os.geteuid()) or 0.0) < since:
             return []
-        from gpuguard.daemon.client import own_events  # 20 ms, for users to whom a policy did something
+        from gpuguard.claims.daemon_client import own_events  # 20 ms, for users to whom a policy did something
         from gpuguard.views.events import deeds
 
         return deeds(own_events(directory, since))
@@ -256,8 +256,8 @@ def check_users(names: list[str]) -> None:
         InvalidRequest: no account has the name, or it is a uid whose user has a name.
     """
     if names:
-        from gpuguard.policies.files.decoder import Accounts  # over 10 ms, for --user alone
         from gpuguard.users import user_name
+        from gpuguard.yaml_files.decoder import Accounts  # over 10 ms, for --user alone
 
         accounts = Accounts()
         for name in names:

@@ -24,22 +24,22 @@ from dataclasses import asdict
 from gpuguard.backtest.backtest import backtest, blind_spots
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
+from gpuguard.claims.daemon_client import StatusReply, query_daemon
 from gpuguard.claims.directory import daemon_files
 from gpuguard.cli.options import SubcommandRow, add_source_options, add_table, directory_of, quantity
 from gpuguard.cli.progress import progress
-from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.notify.sender import problems
-from gpuguard.policies.files import last_good
-from gpuguard.policies.files.decoder import unknown
-from gpuguard.policies.files.loader import load_policies
+from gpuguard.policy_files import last_good
+from gpuguard.policy_files.loader import load_policies
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.backtest import backtest_json, backtest_lines, trial_json, trial_lines
 from gpuguard.views.policy import reaching, sentences, show, status_lines
 from gpuguard.views.policy_language import KEYED, SECTIONS, describe, json_schema, key_texts, language_json
 from gpuguard.views.text import put, put_json
+from gpuguard.yaml_files.decoder import unknown
 
 _JSON = ("--json", None, "one object for programs")
 MOST = 50  # faults that are shown at a time, because no reader reads more

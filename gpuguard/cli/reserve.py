@@ -30,7 +30,6 @@ from gpuguard.cli import options, terminal
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, EventOutcome, Snapshot
-from gpuguard.policies.files.decoder import GROUP, Accounts
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import (
     MOST_NOTE,
@@ -49,6 +48,7 @@ from gpuguard.units import format_count, parse_duration
 from gpuguard.users import GroupMembers, is_in_group, user_name
 from gpuguard.views import queue as view
 from gpuguard.views.text import put, put_json
+from gpuguard.yaml_files.decoder import GROUP, Accounts
 
 _FORMS = N_('write 09:00, "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" or now')
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

@@ -41,12 +41,12 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.model import MODEL, Device, Event
-from gpuguard.policies.files.decoder import Accounts
 from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration, local_time, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views.text import json_text, put
+from gpuguard.yaml_files.decoder import Accounts
 
 LONGEST_SECONDS = 365 * 86400.0
 _WHOLE_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")

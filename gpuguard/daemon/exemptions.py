@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from gpuguard.claims.daemon_client import EndedReply, ExemptionReply
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, MAX_REASON, MAX_RESTRICTIONS, Restriction, change, read_restrictions
-from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale.messages import sentence

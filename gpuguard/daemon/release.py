@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpuguard.backends import Backend
+from gpuguard.claims.daemon_client import exchange
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.ids import one_of
 from gpuguard.claims.records import (
@@ -29,7 +30,6 @@ from gpuguard.claims.records import (
     write_request,
 )
 from gpuguard.claims.unlock import NotPermitted, in_use, is_supervisor, lock_handle
-from gpuguard.daemon.client import exchange
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError

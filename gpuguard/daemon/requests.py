@@ -21,11 +21,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from gpuguard.claims.daemon_client import (
+    MAX_REQUEST_BYTES,
+    EventRow,
+    EventsReply,
+    PolicyStatusReply,
+    ReloadReply,
+    StatusReply,
+)
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
 from gpuguard.claims.unlock import computing_under, lock_handle
-from gpuguard.daemon.client import MAX_REQUEST_BYTES, EventRow, EventsReply, PolicyStatusReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
 from gpuguard.daemon.release import releasable_claim
 from gpuguard.daemon.server import Reply
@@ -38,7 +45,7 @@ from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.action_kinds import PRIVATE
 from gpuguard.policies.engine import PolicyStatus
-from gpuguard.policies.files.loader import load_in_time
+from gpuguard.policy_files.loader import load_in_time
 from gpuguard.procfs import boot_clock, process_facts
 from gpuguard.request import resolve
 from gpuguard.users import user_name

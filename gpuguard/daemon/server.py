@@ -26,8 +26,15 @@ from itertools import count
 from queue import PriorityQueue
 from typing import Any
 
+from gpuguard.claims.daemon_client import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    SO_PASSRIGHTS,
+    encoded,
+    peer_uid,
+    short_path,
+)
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, SO_PASSRIGHTS, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import loads

@@ -42,11 +42,10 @@ from gpuguard.model import Event, EventKind, EventOutcome, Snapshot
 from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.targets import Email
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
-from gpuguard.policies.files import last_good
-from gpuguard.policies.files.decoder import Accounts
-from gpuguard.policies.files.loader import PolicyFile, load_in_time, parse
 from gpuguard.policies.policy import Judgement, absent
 from gpuguard.policies.rules import needs_of
+from gpuguard.policy_files import last_good
+from gpuguard.policy_files.loader import PolicyFile, load_in_time, parse
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import record_arrivals_seen
@@ -60,6 +59,7 @@ from gpuguard.source import (
 )
 from gpuguard.units import local_time
 from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
+from gpuguard.yaml_files.decoder import Accounts
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for

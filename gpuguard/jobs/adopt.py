@@ -302,7 +302,7 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
 
     The daemon checks for itself that no process of another user is on them, and which request is next in the queue.
     """
-    from gpuguard.daemon.broker_client import request_grant  # needed only where the daemon gives the locks
+    from gpuguard.queue.broker_client import request_grant  # needed only where the daemon gives the locks
 
     uuids = tuple(device.uuid for device in devices)
     # The memory that the job itself uses is no reason to refuse it.

@@ -25,9 +25,9 @@ from gpuguard.claims.restrictions import COPIES
 from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
-from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Decoder
-from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
 from gpuguard.queue.priority import QueueRules
+from gpuguard.yaml_files.decoder import GROUP, USER, Accounts, Decoder
+from gpuguard.yaml_files.source import LARGEST, Fault, YamlSource, read_file
 
 PATH = "/etc/gpuguard/line.yaml"
 LAST_GOOD = "line.last-good.json"

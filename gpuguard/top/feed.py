@@ -30,7 +30,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
 from gpuguard.model import ActionName, Device, ProcessIdentity, ProcessStat, Snapshot
-from gpuguard.policies.files.loader import load_policies
+from gpuguard.policy_files.loader import load_policies
 from gpuguard.procfs import process_facts, read_memory
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reasons import start_text

@@ -1,7 +1,7 @@
 """A policy file in plain sentences: whom it is about, when, and what happens then; and what its policies find now.
 
 Rules and actions are described by the first sentence of their help, so a new one needs nothing here.  This module reads
-no files: see policies.files.loader.
+no files: see policy_files.loader.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from gpuguard.daemon.client import PolicyStatusReply, StatusReply
+from gpuguard.claims.daemon_client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.locale import N_, _, translated
 from gpuguard.policies.action_kinds import DISRUPTIVE
-from gpuguard.policies.files.decoder import key_of, keys_of
-from gpuguard.policies.files.keys import DAYS
-from gpuguard.policies.files.last_good import PoliciesInForce
-from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
 from gpuguard.policies.view import Evidence
+from gpuguard.policy_files.keys import DAYS
+from gpuguard.policy_files.last_good import PoliciesInForce
+from gpuguard.policy_files.loader import PolicyFile
 from gpuguard.sanitize import neutralise
 from gpuguard.units import (
     NOT_AVAILABLE,
@@ -39,6 +38,7 @@ from gpuguard.units import (
 )
 from gpuguard.users import user_name
 from gpuguard.views.text import table
+from gpuguard.yaml_files.decoder import key_of, keys_of
 
 _ORDERS: Mapping[str, str] = {
     "newest": N_("the newest"),

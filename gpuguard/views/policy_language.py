@@ -17,8 +17,9 @@ from typing import Any
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
 from gpuguard.locale import N_, _
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, keys_of, text_key
-from gpuguard.policies.files.keys import (
+from gpuguard.policies.policy import Audience, Exemption, Until
+from gpuguard.policies.rules import RULES
+from gpuguard.policy_files.keys import (
     BreakerKeys,
     EventKeys,
     FileKeys,
@@ -32,8 +33,6 @@ from gpuguard.policies.files.keys import (
     parse_limit,
     parse_name,
 )
-from gpuguard.policies.policy import Audience, Exemption, Until
-from gpuguard.policies.rules import RULES
 from gpuguard.sanitize import display_width
 from gpuguard.units import (
     parse_bytes,
@@ -46,6 +45,7 @@ from gpuguard.units import (
     parse_power_amount,
     parse_rate,
 )
+from gpuguard.yaml_files.decoder import DATE, GROUP, USER, Tagged, TaggedChoice, keys_of, text_key
 
 Schema = dict[str, Any]
 

@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from gpuguard import device_state
+from gpuguard.claims.daemon_client import StatusReply, query_daemon
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import StatusReply, query_daemon
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
 from gpuguard.history.schema import WIDTH

@@ -34,7 +34,7 @@ FOR_BOTH_BROKERS = pytest.mark.parametrize("broker", ["broker", "keeper"], indir
 # Connects as the client does, and shows what comes back.
 CALL = """
 import json, os, sys, time
-from gpuguard.daemon.client import exchange
+from gpuguard.claims.daemon_client import exchange
 from gpuguard.claims.directory import lock_directory
 directory = lock_directory(os.environ["GPUGUARD_DIR"])
 """

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from nodes import Gpuguard, eventually, start
 
+from gpuguard.claims.daemon_client import exchange
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import exchange
 from gpuguard.files import close_all
 
 SOMEBODY, ANOTHER = 20001, 20002

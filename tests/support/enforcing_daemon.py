@@ -24,7 +24,7 @@ sys.exit(main(sys.argv[1:]))
 """
 # The shortest times that are allowed take a minute and a half, in which nothing happens.
 IMPATIENT = """
-from gpuguard.policies.files import checks as policychecks
+from gpuguard.policy_files import checks as policychecks
 from gpuguard.enforcement import actions, limits
 from gpuguard.policies import engine, policy
 policychecks.KILL_AFTER = policy.KILL_AFTER = engine.KILL_AFTER = limits.KILL_AFTER = 1.0

@@ -28,7 +28,7 @@ GLOBS, ALTERNATIVES = 16, 4  # the most that a ticket may have
 FLOOD = """
 import resource, socket, socketserver, tempfile, threading
 from dataclasses import replace
-from gpuguard.daemon.client import connect, encoded
+from gpuguard.claims.daemon_client import connect, encoded
 from gpuguard.queue.tickets import OwnTicket
 where, tickets, threads, globs, alternatives, *uuids = sys.argv[1:]
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

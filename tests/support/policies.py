@@ -3,8 +3,8 @@
 A ``«`` in a text marks a place: marked() takes it out and says at which line and column it stood.
 """
 
-from gpuguard.policies.files.decoder import Accounts
-from gpuguard.policies.files.loader import PolicyFile, parse
+from gpuguard.policy_files.loader import PolicyFile, parse
+from gpuguard.yaml_files.decoder import Accounts
 
 USERS = {"alice": 1000, "bob": 1001, "no": 1002, "root": 0, "on": 1003}
 GROUPS = {"staff": 50, "students": 51}

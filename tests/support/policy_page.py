@@ -8,10 +8,10 @@ from sources import ROOT
 
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.notify.targets import TARGETS
-from gpuguard.policies.files.decoder import keys_of
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence
 from gpuguard.views.policy_language import value_of
+from gpuguard.yaml_files.decoder import keys_of
 
 PAGE = ROOT / "docs" / "policies.md"
 LISTS: dict[str, Mapping[str, type]] = {"Rules": RULES, "Actions": ACTION_KEYS, "Ways to send messages": TARGETS}

@@ -13,8 +13,6 @@ from typing import Any
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, claims_first
 
 from gpuguard.model import GROUPED_FIELDS, WHO_FIELDS, Device
-from gpuguard.policies.files.decoder import Decoder
-from gpuguard.policies.files.source import YamlSource
 from gpuguard.policies.undeclared import extremes
 from gpuguard.policies.view import (
     HostUse,
@@ -27,6 +25,8 @@ from gpuguard.policies.view import (
     key_of,
     process_subject,
 )
+from gpuguard.yaml_files.decoder import Decoder
+from gpuguard.yaml_files.source import YamlSource
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30

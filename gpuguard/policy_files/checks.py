@@ -14,12 +14,12 @@ from typing import Any
 
 from gpuguard.locale import _
 from gpuguard.policies.action_kinds import HARMFUL, MESSAGES, ON_PROCESSES
-from gpuguard.policies.files.decoder import Decoder, Path, key_of, unknown
-from gpuguard.policies.files.keys import IntervalKeys, PolicyKeys
 from gpuguard.policies.policy import DAY, KILL_AFTER, Exemption, Scope, early_kills
 from gpuguard.policies.undeclared import undeclared
 from gpuguard.policies.view import FEWEST_IN_WINDOW
+from gpuguard.policy_files.keys import IntervalKeys, PolicyKeys
 from gpuguard.units import Amount, format_duration
+from gpuguard.yaml_files.decoder import Decoder, Path, key_of, unknown
 
 WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # may mean the same

@@ -18,9 +18,9 @@ from typing import Any
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import loads
 from gpuguard.policies.action_kinds import COUNTED
-from gpuguard.policies.files.decoder import Accounts, Name
-from gpuguard.policies.files.loader import PolicyFile, parse
-from gpuguard.policies.files.source import LARGEST, YamlNode, YamlSource
+from gpuguard.policy_files.loader import PolicyFile, parse
+from gpuguard.yaml_files.decoder import Accounts, Name
+from gpuguard.yaml_files.source import LARGEST, YamlNode, YamlSource
 
 TEXT, NAMES = "policy.last-good.yaml", "policy.names.json"
 POLICIES = "policies.json"  # among the daemon's files, for `gpuguard policy show`

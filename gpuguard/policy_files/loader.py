@@ -19,11 +19,11 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import DESKTOP_MEMORY, ActionName
 from gpuguard.notify.templates import Template
-from gpuguard.policies.files.checks import check
-from gpuguard.policies.files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
-from gpuguard.policies.files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
-from gpuguard.policies.files.source import Fault, YamlSource, in_order, read_file
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policy_files.checks import check
+from gpuguard.policy_files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
+from gpuguard.yaml_files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
+from gpuguard.yaml_files.source import Fault, YamlSource, in_order, read_file
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target

@@ -19,11 +19,11 @@ from gpuguard.locale import N_, _
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
-from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 from gpuguard.policies.policy import Audience, Exemption, Until, parse_path
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import Rule
 from gpuguard.units import parse_bytes, parse_duration, parse_percent
+from gpuguard.yaml_files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
