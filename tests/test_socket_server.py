@@ -27,11 +27,12 @@ from test_daemon_requests import Requests
 
 from gpuguard import users
 from gpuguard.backends import simulated
+from gpuguard.claims import daemon_client as client
 from gpuguard.claims import grants
 from gpuguard.claims.daemon_client import MAX_REQUEST_BYTES, SOCKET_NAME, exchange
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
 from gpuguard.cli import run_command_line
-from gpuguard.daemon import broker_client, client, exemptions, requests, server
+from gpuguard.daemon import exemptions, requests, server
 from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, Handler, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -39,6 +40,7 @@ from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
 from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policy_files.loader import PolicyFile
+from gpuguard.queue import broker_client
 from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 

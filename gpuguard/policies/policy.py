@@ -2,7 +2,7 @@
 
 All values are decoded already: seconds, percent, uids.  A finding is narrowed to those of its processes that no scope,
 exemption or start grace protects; if it names no process, the subject itself is checked.  Whatever cannot be seen in
-this sample is left alone.  This module does not read files (see files.loader) and does not judge (see engine).
+this sample is left alone.  This module does not read files (see policy_files.loader) and does not judge (see engine).
 """
 
 from __future__ import annotations
