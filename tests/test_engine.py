@@ -440,11 +440,12 @@ def test_a_policy_tells_users_its_own_sentence_before_what_was_seen():
 def test_what_several_rules_have_seen_can_be_said_in_another_language():
     process = a_process()
     places = [Subject("process", a_uuid(index), process.pid, process.start_time, process.uid) for index in (0, 1)]
-    found = [
-        [Finding("x", place, sentence(key, "seen {size}", size="1GiB"), (process,)) for place in places]
-        for key in ("first", "second", "third")
-    ]
-    rules = tuple(Finds(lambda view, side=side: side) for side in found)
+
+    def saying(key: str) -> Finds:
+        why = sentence(key, "seen {size}", size="1GiB")
+        return Finds(lambda view: [Finding("x", place, why, (process,)) for place in places])
+
+    rules = tuple(map(saying, ("first", "second", "third")))
     watch = Watch(a_policy("warn", rules=rules, join="any", message="It is night."))
     watch.until(20, a_device(0, processes=(process,)), a_device(1, processes=(process,)))
 
