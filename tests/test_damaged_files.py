@@ -148,7 +148,7 @@ def as_files(directory: LockDirectory, batch: Batch, kind: str) -> Iterator[None
             os.write(descriptor, encoded)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             os.rename(f"{path}~", path)  # as gpuguard does it: locked from the first moment that a daemon sees it
-            stack.callback(os.unlink, path)
+            stack.callback(Path(path).unlink, missing_ok=True)  # the daemon removes a reservation that is over
             if kind == "ticket":
                 waker = f"{directory.records}/{directory.prefix}bell.{ME}.{number:08x}"
                 os.mkfifo(waker, 0o622)

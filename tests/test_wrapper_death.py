@@ -143,7 +143,7 @@ def is_locked(path: Path) -> bool:
 
 def campaign(place: Path, manners: list[str], *, broken: bool = False) -> list[Trial]:
     """Run all trials, AT_ONCE at a time."""
-    program = NURSERY.format(tests=Path(__file__).parent, seconds=SECONDS, broken=broken)
+    program = NURSERY.format(tests=Path(__file__).parent / "support", seconds=SECONDS, broken=broken)
     environment = {**os.environ, "GPUGUARD_EVENTS": "/dev/null"}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     trials = []

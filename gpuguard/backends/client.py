@@ -212,9 +212,9 @@ class WorkerBackend:
         _raise_error(reply)
         _snapshot, packed, *ids = reply  # a worker of before an upgrade sends none
         if self._version == __version__:
-            return unpack(packed, self._sent, self._desktop_memory(), *ids)
+            return unpack(packed, self._sent, self._desktop_memory, *ids)
         try:
-            return unpack(packed, self._sent, self._desktop_memory(), *ids, known=_known)
+            return unpack(packed, self._sent, self._desktop_memory, *ids, known=_known)
         except (LookupError, TypeError):
             raise self._installed_anew() from None
 
@@ -311,22 +311,24 @@ def _known(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 def unpack(
     packed: dict[str, Any],
     sent: SentProcesses,
-    desktop_memory: int = DESKTOP_MEMORY,
+    desktop_memory: Callable[[], int] = lambda: DESKTOP_MEMORY,
     message_ids: Mapping[str, Any] | None = None,
     *,
     known: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields,
 ) -> Snapshot:
     """Return the snapshot that the worker packed; unchanged processes are the same objects as the last time.
 
-    *message_ids* are those of its gaps and problems; *known* chooses the fields of each kind of object.
+    *desktop_memory* is asked for bytes if a device has processes.  *message_ids* are those of its gaps and problems;
+    *known* chooses the fields of each kind of object.
     """
+    is_used = not packed["recorded"] and any(device["processes"] for device in packed["devices"])
+    beside_desktop = {"desktop_memory": desktop_memory()} if is_used else {}
     sent_texts = packed["gaps"], [device.get("problems") for device in packed["devices"]]
     gaps, problems = with_sentences(sent_texts, message_ids)
     for device, found in zip(packed["devices"], problems, strict=True):
         if found:
             device["problems"] = found
-        if not packed["recorded"]:
-            device["desktop_memory"] = desktop_memory
+        device |= beside_desktop
         if processes := device["processes"]:
             if processes is not True:
                 sent[device["uuid"]] = tuple(GpuProcess(**known(GpuProcess, fields)) for fields in processes)
