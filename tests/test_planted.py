@@ -16,7 +16,7 @@ import gpuguard as api
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_record, read_records, record_path, write_record
-from gpuguard.cli import submit
+from gpuguard.cli.submit.words import python_words
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.jobs import slurm_claim
 from gpuguard.queue import reservations, tickets
@@ -172,7 +172,7 @@ def test_without_that_care_the_planted_module_would_run(module, planted, tmp_pat
         (planted / f"{other}.py").unlink()
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\n")
-    program = [*submit.python_words("gpuguard"), "policy", "check", str(policy)]
+    program = [*python_words("gpuguard"), "policy", "check", str(policy)]
     gpuguard = Gpuguard(tmp_path, fake)
 
     run_job(gpuguard, shlex.join(program), planted)
@@ -187,7 +187,7 @@ def test_a_package_that_the_user_names_in_pythonpath_is_still_found(planted, tmp
     """gpuguard may be installed for one user only, as on a cluster whose nodes share a home directory."""
     gpuguard = Gpuguard(tmp_path, fake, PYTHONPATH=str(planted))
 
-    run_job(gpuguard, shlex.join([*submit.python_words("gpuguard"), "--version"]), tmp_path)
+    run_job(gpuguard, shlex.join([*python_words("gpuguard"), "--version"]), tmp_path)
 
     assert (planted / "seen").exists()
 

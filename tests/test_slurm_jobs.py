@@ -15,10 +15,11 @@ from guard_scene import Scene, a_scene, set_user_id_program
 from nodes import Gpuguard, until
 
 from gpuguard.claims.records import is_id
-from gpuguard.cli import build_parser, submit
+from gpuguard.cli import build_parser
 from gpuguard.cli import slurm as slurm_setup
 from gpuguard.cli.run import command_of
-from gpuguard.cli.submit import command_line
+from gpuguard.cli.submit.ray import entrypoint
+from gpuguard.cli.submit.slurm import command_line
 from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation, SlurmReply, allocation, devices_of
 from gpuguard.errors import ClaimError, InvalidRequest
@@ -261,7 +262,7 @@ def submitted(*words: str, via: str = "slurm") -> tuple[list[str], list[str]]:
     """The words for the engine, and those behind `gpuguard run` in them."""
     args = build_parser("submit").parse_args(["--via", via, *words])
     args.command = command_of(args)
-    engine = command_line(args) if via == "slurm" else [submit.entrypoint(args, "python3", brings=True)]
+    engine = command_line(args) if via == "slurm" else [entrypoint(args, "python3", brings=True)]
     inner = shlex.split(engine[-1].removeprefix("--wrap=exec "))
     return engine, inner[inner.index("run") + 1 :] if "run" in inner else []
 
