@@ -31,7 +31,7 @@ def deliver(target: Email, message: Message) -> str | None:
     name = message.user if message.user and re.fullmatch(NAME, message.user) else None
     recipients = [USERS.sub(name or "", address) for address in target.addresses if name or not USERS.search(address)]
     if not recipients:
-        raise Undeliverable(sentence("notify.nobody", "there is no user to write to"))
+        raise Undeliverable(sentence("notify.no_user", "there is no user to write to"))
     mail = _mail_message(message, sender, recipients)
     if target.server:
         return _send_by_smtp(target, mail, sender, recipients)

@@ -282,8 +282,8 @@ def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
         if is_used:
             return sentence("queue.unclaimed_use", "a GPU is in use without a claim")
         return sentence("queue.not_free", "a GPU is not free, though it has no claim")
-    nobody = sentence("queue.unknown_user", "an unknown user")
-    users = all_of(sorted({claim.user if claim.uid >= 0 else nobody for claim in endless}), _AND)
+    unknown = sentence("queue.unknown_user", "an unknown user")
+    users = all_of(sorted({claim.user if claim.uid >= 0 else unknown for claim in endless}), _AND)
     return nsentence(
         "queue.endless_jobs",
         "the job of {users} has no time limit",
