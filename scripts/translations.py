@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -198,7 +199,9 @@ def texts(catalog: Catalog) -> dict[str, str]:
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
-    """What is missing, fuzzy, left over, or has other placeholders or another end than the English."""
+    """What is missing, fuzzy, left over, has other placeholders or another end than the English, or a key of another."""
+    keys = Counter(message.context for message in template if message.context)
+    yield from (f"two sentences have this key: {key}" for key, count in keys.items() if count > 1)
     for message in template:
         if message.id and not catalog.get(message.id, message.context):
             yield f"not in gpuguard.po: {_shown(message)}"

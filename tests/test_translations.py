@@ -90,6 +90,15 @@ def test_a_planted_fault_of_a_catalogue_is_found():
     ]  # fmt: skip
 
 
+def test_a_key_of_two_sentences_is_found():
+    template, catalog = a_catalog(), a_catalog()
+    for one in (template, catalog):
+        one.add("it is gone", "没了", context="a.gone")
+        one.add("it is over", "没了", context="a.gone")
+
+    assert list(translations.problems(catalog, template)) == ["two sentences have this key: a.gone"]
+
+
 def test_a_message_that_was_changed_keeps_its_translation_until_somebody_has_looked_at_it():
     catalog, template = a_catalog(Wait_for_the_gate="等待大门", Gone="没了"), a_catalog(Wait_for_the_lock="", New="")
 

@@ -71,7 +71,7 @@ class Exemptions:
                 )
                 if longest
                 else sentence(
-                    "keep.no_user",
+                    "keep.users_may_not",
                     "here no user can ask for that: the policy file says so.  Talk to the administrator.",
                 )
             )
