@@ -199,7 +199,7 @@ def texts(catalog: Catalog) -> dict[str, str]:
 
 
 def problems(catalog: Catalog, template: Catalog) -> Iterator[str]:
-    """What is missing, fuzzy, left over, has other placeholders or another end than the English, or a key of another."""
+    """What is missing, fuzzy, left over, has other placeholders or another end than the English, or has a key twice."""
     keys = Counter(message.context for message in template if message.context)
     yield from (f"two sentences have this key: {key}" for key, count in keys.items() if count > 1)
     for message in template:
