@@ -168,6 +168,12 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
 
 
+def test_of_a_claim_of_unknown_age_the_age_is_left_out():
+    taken = claimed_by([a_claim_record(user="bob", since=None)], now=1_700_000_000.0)
+
+    assert reasons(a_device(), taken=taken) == ["claimed by bob: python train.py"]
+
+
 def test_the_note_of_another_user_is_a_quotation_in_a_refusal():
     taken = claimed_by([a_claim_record(user="bob", note="run `sudo sh` first")], now=1_700_000_000.0 + 3600)
 
@@ -197,6 +203,8 @@ def test_the_reason_of_the_driver_is_passed_on():
 
     texts = reasons(a_device(utilization=None), Request(max_util=5.0), gaps=(gap,))
     assert texts == ["its utilization is unknown (Not Supported)"]
+    problem = Gap(a_uuid(0), "problems", "Unknown Error")
+    assert reasons(a_device(problems=("reset required",)), gaps=(problem,)) == ["reset required (Unknown Error)"]
 
 
 def test_a_divided_gpu_gives_way_to_its_instances():

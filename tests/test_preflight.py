@@ -32,6 +32,13 @@ def test_an_offender_whom_nothing_protects_is_hit(scene):
     assert scene.dies()
 
 
+def test_a_file_of_the_users_own_at_the_path_of_a_protected_program_protects_no_offender(scene, monkeypatch):
+    scene.context(protected_executables=("/*/sleep",))
+    monkeypatch.setattr(identity, "runs_one_of", lambda *_: False)
+
+    assert scene.against() == set()
+
+
 def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
     scene.row(start_time=scene.start_time - 1)
     scene.subject = replace(scene.subject, start_time=scene.process.start_time)

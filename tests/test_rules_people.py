@@ -455,6 +455,13 @@ def test_no_lock_without_a_record_puts_anything_else_of_its_user_in_excess():
     assert subjects(accused) == ["no-record-2"], "nothing computes under it"
 
 
+def test_of_a_quota_for_each_claim_it_is_said_that_it_is_one_process_which_has_no_claim():
+    devices = [used_by(a_process(2, **ALICE), index=index) for index in (0, 1)]
+
+    whys = {finding.why for finding in found(QuotaRule(devices=1, per="claim"), *devices)}
+    assert whys == {"one process of alice has 2 GPUs, the limit is 1"}
+
+
 def test_a_process_that_began_long_ago_and_comes_to_a_gpu_now_is_no_older_than_who_was_there():
     """A process that had only slept so far came to a GPU, and another member of the group was in excess."""
     sleeper, there = a_process(2, start_time=1.0, **ALICE), a_process(3, start_time=9000.0, **BOB)

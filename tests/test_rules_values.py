@@ -287,6 +287,8 @@ def test_what_a_user_takes_of_the_machine_is_said_with_what_is_allowed():
         "uses 5.1 of 10 cores, 50% of them is allowed",
     ]
     assert found(HostMemoryRule(parse_host_memory_amount("51GiB")), machine=MACHINE) == []
+    (more,) = found(HostMemoryRule(parse_host_memory_amount("50GiB")), machine=MACHINE)
+    assert more.why == "uses 51.0GiB of the machine's memory, 50GiB is allowed"
 
 
 LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))

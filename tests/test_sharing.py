@@ -79,9 +79,15 @@ def test_nobody_can_tell_what_is_left_where_the_driver_does_not(unknown):
             10,
             "only 5.0GiB left beside alice (50.0GiB) and bob (25.0GiB)",
         ),
+        (
+            DEVICE,
+            Sharing((a_share(10, most=1),), 2),
+            10,
+            "by 3 already, and no more may join: alice (10.0GiB) and 2 without",
+        ),
         (DEVICE, Sharing((a_share(10, most=1),)), 10, "shared by 1 already, and no more may join: alice (10.0GiB)"),
     ],
-    ids=["unknown", "too large for any", "too large beside others", "full"],
+    ids=["unknown", "too large for any", "too large beside others", "full of unknown ones", "full"],
 )
 def test_a_share_that_does_not_fit_is_refused_with_the_reason(device, sharing, memory, said):
     assert said in reasons(device, sharing, memory=memory * GIB)
