@@ -6,7 +6,6 @@ daemon does with a request; server listens.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -21,7 +20,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
-from gpuguard.locale.messages import Sentence, sentence, with_ids
+from gpuguard.locale.messages import Sentence, dumps, sentence
 
 SOCKET_NAME = "daemon.sock"
 MAX_REQUEST_BYTES = 4096  # including the end of the line
@@ -262,7 +261,7 @@ def connect(connection: socket.socket, directory: LockDirectory, seconds: float)
 
 def encoded(content: Mapping[str, Any]) -> bytes:
     """Encode *content* as one line of JSON."""
-    return json.dumps(with_ids(content)).encode() + b"\n"
+    return dumps(content) + b"\n"
 
 
 def peer_uid(connection: socket.socket) -> int:

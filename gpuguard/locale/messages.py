@@ -77,11 +77,11 @@ def plain(content: Any) -> Any:
     return str.__str__(content) if isinstance(content, str) else content
 
 
-def dumps(content: Mapping[str, Any], *, separators: tuple[str, str] | None = None, indent: int | None = None) -> bytes:
+def dumps(content: Mapping[str, Any], **options: Any) -> bytes:
     """Return *content* as json.dumps() would, in ASCII, with the messages of its sentences, for jsonio.loads()."""
     import json  # only for what writes JSON: `gpuguard --version` does not
 
-    return json.dumps(with_ids(content), separators=separators, indent=indent, allow_nan=False).encode("ascii")
+    return json.dumps(with_ids(content), **options).encode("ascii")
 
 
 def with_ids(content: Mapping[str, Any]) -> Mapping[str, Any]:
