@@ -92,9 +92,23 @@ def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, word, tmp
     assert word in capfd.readouterr().out
 
 
+# The second of these notices what the first has reached.
+REMEMBERED = """
+from gpuguard.other import kept
+
+KNOWN = []
+
+def test_first():
+    KNOWN.append(kept())
+
+def test_second():
+    assert (KNOWN or [kept()]) == [7]
+"""
 TOY = {
     "gpuguard/__init__.py": "",
     "gpuguard/toy.py": "def free(count):\n    return count > 4\n\n\ndef lost():\n    return 1\n",
+    "gpuguard/other.py": "def kept():\n    return 7\n",
+    "tests/test_remembered.py": REMEMBERED,
     "tests/test_toy.py": "from gpuguard.toy import free\n\n\ndef test_free():\n    assert free({})\n",
     "tests/test_broken.py": "import gpuguard.toy\n\n\ndef test_broken():\n    assert gpuguard.toy.lost() == 2\n",
     "tests/conftest.py": AGAIN,
@@ -107,7 +121,7 @@ def planted(tmp_path):
     """Plants faults in a toy whose test asks free(*count*), and gives (exit status, what is printed)."""
     pytest.importorskip("mutmut", reason="scripts/planted-faults (no mutmut: .venv/bin/pip install mutmut)")
     (tmp_path / "scripts").mkdir()
-    for name in ("planted-faults", "installed.py"):
+    for name in ("planted-faults", "planted_plugin.py", "installed.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
 
     def plant(count):
@@ -129,16 +143,17 @@ def test_a_planted_fault_that_a_test_sees_is_noticed_and_any_other_survives_unle
     assert status == 1
     assert "noticed: gpuguard/toy.py:2\n-    return count > 4\n+    return count > 5\n" in said
     assert "SURVIVES: gpuguard/toy.py:2\n-    return count > 4\n+    return count >= 4\n" in said
+    assert "noticed: gpuguard/other.py:2\n-    return 7\n" in said
     assert "SURVIVES: gpuguard/toy.py:6\n-    return 1\n" in said  # the only test that reaches it fails anyway
     assert "test_broken fails without any fault, and is left out.\n" in said
-    assert said.endswith("seed 1: 3 planted, 1 noticed, 2 survive (66.7%)\n")
+    assert said.endswith("seed 1: 4 planted, 2 noticed, 2 survive (50.0%)\n")
 
     listed = "# no test can tell\ngpuguard/toy.py\n-    return 1\n+    return 2\n"
     (tmp_path / "scripts/planted_equal.txt").write_text(listed)
     status, said = planted(4.5)
 
     assert "measuring test_toy" in said and "measuring test_broken" not in said  # which has not changed
-    assert said.endswith("seed 1: 2 planted, 1 noticed, 1 survive (50.0%)\n")
+    assert said.endswith("seed 1: 3 planted, 2 noticed, 1 survive (33.3%)\n")
 
 
 def test_an_upgrade_that_gives_a_device_twice_or_passes_a_request_is_found():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ def with_names(passwd: Path, names: str = PASSWD) -> list[str]:
         pytest.skip("users with names of their own (no mount namespace, or a chroot)")
     passwd.write_text(Path("/etc/passwd").read_text() + names)
     return ["unshare", "-m", "sh", "-c", 'mount --bind "$1" /etc/passwd && shift && exec "$@"', "sh", str(passwd)]
+
+
+def kill(daemon: subprocess.Popen[Any]) -> None:
+    """Where scripts/planted-faults measures what a daemon reaches, it gets a moment to write that down."""
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        daemon.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            daemon.wait(5)
+    daemon.kill()
+    daemon.wait()
 
 
 class DaemonUnderTest:
@@ -97,9 +107,8 @@ class DaemonUnderTest:
             self.until("daemon")
             yield
         finally:
-            if self.process and self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
+            if self.process:
+                kill(self.process)
 
     def devices(self) -> list[dict[str, Any]]:
         """Those of the latest state.json."""
