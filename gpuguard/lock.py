@@ -197,7 +197,7 @@ class Allocator:
                 taken = {**claimed, **taken}
             verified |= unread
         if not with_reasons:
-            return replace(snapshot, claims=claims), choice
+            return snapshot, choice
         snapshot, explained = self._explained(request, snapshot, taken)
         # The further fields can change which devices rank first; acquire() would take those found without them.
         found = {device.uuid: device for device in explained.eligible}
@@ -255,7 +255,7 @@ class Allocator:
         return not_enough(snapshot, request, choice)
 
     def _explained(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> tuple[Snapshot, Choice]:
-        """Return *snapshot* with its claims and all fields that reasons are made of, and the choice made from it."""
+        """Return *snapshot* with all fields that reasons are made of, and the choice made from it."""
         # Whether the request can ever be met depends on the health of all devices, claimed or not; the reason depends
         # on who uses them.
         details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH, MODEL}
@@ -267,7 +267,7 @@ class Allocator:
         taken = {uuid: why for uuid, why in taken.items() if uuid not in lost}
         taken |= claimed | self._restricted(snapshot)
         choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
-        return replace(snapshot, claims=claims), choice
+        return snapshot, choice
 
     def _wait_for_claim(self, *, may_wait: bool) -> Claim:
         """Return the claim as soon as a request can be met; join the queue once it is known that a request waits."""
