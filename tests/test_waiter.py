@@ -54,7 +54,7 @@ client.WorkerBackend.sample = noted
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-STEADY = "OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300"
+STEADY = "OWN_CHECK_SECONDS=300 ALONE_SECONDS=0.1 HEALTH_SECONDS=300"  # no other look after the first moment
 
 
 class Waiter:
