@@ -80,6 +80,12 @@ def test_who_could_not_be_identified_when_the_claim_came_was_there_first_neverth
     assert trespassers((unknown, ()), (unknown, (ALICE,)), (a_list(BOBS, A_NEWCOMER), (ALICE,))) == [3]
 
 
+def test_nor_is_who_could_not_be_identified_a_newcomer_to_a_claim_as_old_as_the_boot():
+    unknown, claim = a_list(replace(BOBS, start_time=None, uid=None)), replace(ALICE, since=UNIX - START + 0.5)
+
+    assert trespassers((unknown, (claim,)), (a_list(BOBS), (claim,))) == []
+
+
 def test_who_was_there_first_stays_so_when_the_list_misses_them_for_a_while():
     after = (a_list(), (ALICE,))
 

@@ -269,6 +269,14 @@ def test_one_process_per_device_is_hit_until_its_effect_is_seen(enforce):
     assert pids(watch.sees(busy(50, given_back)).verdicts) == {1001}
 
 
+def test_who_is_listed_may_still_be_there_however_little_memory_is_in_use():
+    watch = Watch(a_policy("terminate", cooldown=1000))
+    watch.until(30, a_device(processes=(ALICE, BOB), memory_used=20 * GIB))
+
+    still_there = a_device(processes=(replace(ALICE, memory_used=MIB), BOB), memory_used=10 * GIB)
+    assert watch.sees(busy(40, still_there)).verdicts == ()
+
+
 def test_after_fifty_seconds_without_an_effect_the_next_one_may_be_hit():
     full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
 

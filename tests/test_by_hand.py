@@ -8,9 +8,11 @@ from builders import a_device
 from guard_scene import Scene, somebody
 from top_scenes import Orphan, an_orphan
 
+from gpuguard.enforcement import by_hand
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.policies.view import process_subject
 from gpuguard.users import user_name
 
 
@@ -42,6 +44,12 @@ def test_the_line_in_the_log_comes_before_the_signal(desk):
 
     assert (outcome.word, desk.child.ends()) == ("sent", True)
     assert desk.log == [("terminate", "about to", True)]
+
+
+def test_what_is_done_is_done_to_that_process_alone(desk, monkeypatch):
+    monkeypatch.setattr(by_hand, "act", lambda verdict, *_: [verdict])
+
+    assert desk.signal().finding.subject == process_subject(a_device(0), desk.process)
 
 
 def test_no_line_no_signal(desk):

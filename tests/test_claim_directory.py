@@ -225,6 +225,22 @@ def test_an_interrupt_while_a_lock_is_taken_leaves_none(directory, monkeypatch):
     assert not locked_devices(directory, [UUID])
 
 
+def test_a_lock_file_that_its_maker_has_only_just_made_is_waited_for(directory, monkeypatch):
+    """Others cannot open it before its maker has changed its mode."""
+    os.close(open_lock(directory, UUID))
+    really, refusals = os.open, [PermissionError(13, "Permission denied")] * 2
+
+    def opened(path: str, *how: int) -> int:
+        if path == directory.lock_path(UUID) and refusals:
+            raise refusals.pop()
+        return really(path, *how)
+
+    monkeypatch.setattr(os, "open", opened)
+    os.close(open_lock(directory, UUID))
+
+    assert not refusals
+
+
 def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(directory, monkeypatch):
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")

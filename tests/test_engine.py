@@ -216,7 +216,10 @@ def test_the_end_of_a_breach_whose_only_step_was_refused_is_told():
     watch = Watch(a_policy("terminate"))
     watch.until(20)
     [verdict] = watch.sees(busy(30)).verdicts
+    [state] = watch.memory.states["p"].values()
+    assert state.terminated_at == START + 30
     watch.memory.not_taken(verdict, START + 30)
+    assert state.terminated_at is None  # nor does a kill follow it
 
     assert told_at_the_end(watch, 40, NOBODY) == ["the condition holds no more, its steps are cancelled"]
 

@@ -278,7 +278,7 @@ def test_a_zombie_is_gone_and_gets_no_signal(scene, monkeypatch):
     assert scene.dies()
     monkeypatch.setattr(signals, "forward", lambda *of: pytest.fail("a signal"))
 
-    assert scene.act().word == "gone"
+    assert scene.act() == actions.ActionOutcome("gone", "it had ended before", scene.pid)
 
 
 def test_a_process_whose_first_thread_has_ended_is_alive_and_is_hit():
@@ -312,11 +312,18 @@ def test_the_line_is_there_before_the_signal(scene, monkeypatch):
     assert dict(event.facts)["container"] == "c0ffee"
 
 
+def test_who_is_paused_already_is_not_paused_again(scene, mocker):
+    scene.context(pauses=mocker.Mock(of=lambda process, live: mocker.Mock(policy="a-policy")))
+
+    assert scene.act("pause") == actions.ActionOutcome("sent", "it is paused", scene.pid)
+    assert scene.lives() and not scene.events
+
+
 @pytest.mark.parametrize("switches", [(False, False), (False, True), (True, False), (1, True), (True, 1)])
 def test_both_switches_must_be_on(scene, monkeypatch, switches):
     scene.context(enforce=switches[0])
 
-    assert scene.act(enforce=switches[1]).word == "dry run"
+    assert scene.act(enforce=switches[1]) == actions.ActionOutcome("dry run", pid=scene.pid)
     assert scene.lives()
     monkeypatch.setattr(preflight.ActionContext, "is_live", lambda *of: True)  # the planted fault
     assert scene.act(enforce=switches[1]).word == "sent"
@@ -625,7 +632,9 @@ def test_a_priority_that_cannot_be_changed_is_said_and_written_down(scene, monke
     monkeypatch.setattr(os, "getpriority", lambda *of: 0)  # whatever these tests are run with
     monkeypatch.setattr(os, "setpriority", fail)
 
-    assert scene.act("renice", options=(("niceness", 19),)).word == word
+    outcome = scene.act("renice", options=(("niceness", 19),))
+
+    assert (outcome.word, outcome.why) == (word, "")  # the word says it all
     assert [event.outcome for event in scene.events] == ["about to", word]
 
 

@@ -66,6 +66,7 @@ FIRST_ON_0 = ("process", 0, 1, ALICE, None, [1])
         ([process(FIRST, 0)], [process(SECOND, 0)], []),
         ([process(FIRST, 0), process(ELSEWHERE, 1)], [device(0)], [FIRST_ON_0]),
         ([process(FIRST, 0)], [device(0, SECOND)], []),
+        ([process(a_process(9, uid=ALICE), 0)], [device(0)], []),  # which has ended
         ([process(FIRST, 0), process(SECOND, 0)], [user(ALICE)], [FIRST_ON_0]),
         ([process(ELSEWHERE, 1), process(FIRST, 0)], [claim()], [("process", 1, 3, ALICE, "c", [3])]),
         ([device(0)], [device(0, FIRST)], [("device", 0, None, None, None, [1])]),
@@ -86,6 +87,15 @@ FIRST_ON_0 = ("process", 0, 1, ALICE, None, [1])
 def test_all_rules_meet_on_what_their_subjects_share(left, right, outcome):
     assert joined(left, right) == outcome
     assert joined(right, left) == outcome
+
+
+@pytest.mark.parametrize("other", [user(ALICE), device(0)])
+def test_a_claim_that_has_ended_meets_nothing_and_no_line_is_written_about_it(other):
+    rules = finds([claim("gone")]), finds([other])
+
+    judged = Watch(a_policy("warn", rules=rules)).sees(busy(0, *MACHINE, claims=CLAIMS))
+
+    assert not judged.notes
 
 
 def test_three_rules_meet_too():

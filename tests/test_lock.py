@@ -117,6 +117,17 @@ def test_a_planted_lock_file_takes_its_device_out_of_the_choice(directory: LockD
         acquire(machine, Request(), directory)
 
 
+def test_of_several_planted_lock_files_it_is_said_how_many_and_what_is_wrong_with_the_first(
+    directory: LockDirectory,
+) -> None:
+    machine = two()
+    for device in machine.devices:
+        os.symlink("/etc/passwd", directory.lock_path(device.uuid))
+
+    with pytest.raises(NotEnoughGpus, match=r"2 GPUs cannot be locked, the first one because .* is a symbolic link"):
+        acquire(machine, Request(), directory)
+
+
 def divided() -> Machine:
     parent = a_device(0, mig_mode=True)
     return Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))

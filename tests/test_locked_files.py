@@ -406,7 +406,9 @@ def test_any_number_of_open_files_of_the_same_or_of_another_user_makes_no_claim_
     path = directory.lock_path("GPU-a")
     with a_crowd(uid), a_hider(path):
         assert holders.held_by_no_process(directory, ["GPU-a"]) == {"GPU-a"}
-        assert f"a process of {uid}, whose open files cannot be read to the end in time" in hidden_claim_text([path])
+        text = hidden_claim_text([path])
+        assert f"a process of {uid}, whose open files cannot be read to the end in time" in text
+        assert "in a message that no process receives (descriptors in flight over a unix socket), in a mapping" in text
     with a_crowd(uid), open(path) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert holders.held_by_no_process(directory, ["GPU-a"]) == set(), "its holder is read first"

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_process
@@ -146,6 +147,17 @@ def test_a_rehearsed_pause_is_written_down_with_its_end_and_stops_nobody(site, s
     assert state(site.pid) in "SR"
     assert site.told() == [("pause", "dry run"), ("resume", "dry run")]
     assert not site.owed()
+
+
+def test_the_end_of_a_rehearsed_pause_says_nothing_of_a_real_one_of_the_same_process(site):
+    site.paused()
+    [pause] = (book := Pauses(site.directory, site.write)).read()
+    book.settle(lambda *_: None)  # which sees that it stands
+    book.rehearse(pause)
+    os.kill(site.pid, signal.SIGCONT)
+    site.goes_on()
+
+    assert book.end(pause, "it is over", live=False) == "dry run"
 
 
 def test_a_guard_that_only_looks_ends_no_pause_of_another_guard(site):
@@ -410,6 +422,14 @@ def test_a_file_that_another_user_made_continues_nobody(site):
     site.guard()
 
     assert state(site.pid) == "T"
+
+
+def test_what_others_could_have_written_into_a_file_is_not_believed_but_its_name_is(site):
+    site.paused()
+    [path] = Path(site.directory.path).glob("*paused.*")
+    path.chmod(0o666)
+
+    assert Pauses(site.directory, site.write).read() == (Pause((site.pid, site.start_time)),)
 
 
 def test_without_a_directory_nothing_is_stopped():

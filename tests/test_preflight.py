@@ -549,12 +549,32 @@ EDGES: list[tuple[str, Change, str | None]] = [
 ]
 
 
+def test_of_a_client_of_roots_mps_server_it_is_said_who_would_suffer(target):
+    device = target.fresh.devices[0]
+    own = replace(device.processes[0], kind="mps")
+    device = replace(device, processes=(own, ROOTS_SERVER, ANOTHERS_CLIENT))
+    said = CHECKS["kind"](replace(target, fresh=replace(target.fresh, devices=(device,))))
+
+    assert said == "an MPS server of root's shares this GPU: its clients of other users would suffer"
+
+
 @pytest.mark.parametrize(("check", "change", "said"), EDGES)
 def test_a_check_speaks_from_its_edge_on(target, monkeypatch, check, change, said):
     monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": os.devnull})
     found = CHECKS[check](change(target))
 
     assert found is None if said is None else said in str(found)
+
+
+def test_a_path_is_read_as_a_program_like_the_program_itself_so_that_one_that_hangs_spares_the_wait_for_the_other(
+    target, monkeypatch
+):
+    kinds = []
+    monkeypatch.setattr(preflight, "in_time", lambda pid, kind, read: kinds.append(kind))
+    context = replace(target.context, protected_executables=("/*/sleep",))
+
+    assert "is protected" in str(CHECKS["program"](replace(target, context=context)))
+    assert kinds == ["program"] and "program" in identity._TIMES
 
 
 def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, monkeypatch):

@@ -1,10 +1,11 @@
 """The order of the queue at its edges, and the numbers by which it goes: the site's, or those of no file."""
 
 import os
+import time
 from dataclasses import fields, replace
 
 import pytest
-from builders import a_claim_record
+from builders import a_claim_record, a_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from nodes import Gpuguard
@@ -13,6 +14,7 @@ from queues import HOUR, a_ticket
 from gpuguard.claims.ids import full_id, one_of
 from gpuguard.errors import ClaimError
 from gpuguard.queue import settings as linefile
+from gpuguard.queue import state
 from gpuguard.queue.priority import (
     PRIORITIES,
     PriorityKeys,
@@ -25,6 +27,7 @@ from gpuguard.queue.priority import (
     permitted,
 )
 from gpuguard.queue.settings import QueueSettings, parse, read_queue_settings
+from gpuguard.queue.state import read_queue_facts
 from gpuguard.yaml_files.decoder import Accounts
 
 NOW = 1_000_000.0
@@ -34,6 +37,13 @@ HIGH = {"priority": PriorityKeys("high")}
 
 def ids(tickets, usage=None, now=NOW, **rules):
     return [ticket.id for ticket in order(tickets, usage or {}, QueueRules(**rules), now)]
+
+
+def test_recent_use_counts_from_the_first_moment_after_the_boot_on(directory, monkeypatch):
+    monkeypatch.setattr(state, "query_store", lambda path, ask: {1001: 3600.0})
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+
+    assert read_queue_facts(directory, a_snapshot(), QueueRules()).usage == {1001: 3600.0}
 
 
 def test_where_the_site_says_nothing_it_goes_by_these_numbers():

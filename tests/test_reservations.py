@@ -176,6 +176,7 @@ def test_what_is_written_is_read(directory):
 
     assert read_reservations(directory, time.time()) == ([made], [], {})
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
+    assert made.user == users.user_name(os.geteuid())
     assert abs(made.made - time.time()) < 60
     assert has_queue(directory)
 

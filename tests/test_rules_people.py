@@ -19,6 +19,7 @@ from builders import (
 )
 from ladders import a_policy
 
+from gpuguard.device_state import idle_limit
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.arrivals import Arrivals
@@ -243,6 +244,14 @@ def test_a_claim_without_a_process_is_found_after_its_time():
     assert (finding.subject.kind, finding.subject.claim, finding.subject.uid) == ("claim", "x", 1001)
     assert finding.why == "held for 1h58m, the last 1h without a process"
     assert rule.needs.past == (("memory_used", HOUR),)
+
+
+@pytest.mark.parametrize(("more", "finds"), [(0, 1), (1, 0)])
+def test_a_claim_is_unused_up_to_the_memory_that_an_idle_device_may_hold(more, finds):
+    device = a_device(memory_used=idle_limit(a_device()) + more)
+    claims, rule = [a_claim("x", device, age=7100)], AgeRule(claim_without_process_above=HOUR)
+
+    assert len(found(rule, device, claims=claims, past=a_past(device, *EMPTY))) == finds
 
 
 @pytest.mark.parametrize(("late", "finds"), [(0.0, 1), (0.4, 1), (1.0, 0)])

@@ -277,7 +277,7 @@ def test_a_user_who_takes_more_of_the_machine_than_allowed_is_found_with_their_p
     devices = [a_device(index, processes=(a_process(7, **ALICE), a_process(8, **BOB))) for index in (0, 1)]
 
     accused = found(rule, *devices, machine=machine)
-    assert [finding.subject.user for finding in accused] == users
+    assert [(finding.subject.kind, finding.subject.user) for finding in accused] == [("user", user) for user in users]
     assert pids(accused) == [7] * len(users)
 
 

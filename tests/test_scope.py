@@ -162,6 +162,16 @@ def test_nobody_is_meant_by_what_the_sample_does_not_show(subject, kind, said):
     assert [(note.kind, note.text) for note in judgement.notes] == [(kind, said)]
 
 
+def test_a_claim_is_not_judged_while_one_of_its_devices_is_missing_from_the_sample():
+    held = a_claim_record(a_uuid(0), "GPU-gone", uid=ALICE)
+    finding = Finding("x", claim_subject(held), "why")
+
+    judgement = judged(a_policy("warn", rules=(Finds(lambda view: [finding]),)), BOTH, claims=(held,))
+
+    assert judgement.verdicts == ()
+    assert [(note.kind, note.text) for note in judgement.notes] == [("gap", "the GPU is missing from the sample")]
+
+
 def test_a_finding_about_a_device_means_no_process_that_is_not_on_it():
     here, elsewhere = BOTH.processes or ()
     rule = Finds(lambda view: [Finding("x", Subject("device", a_uuid(0)), "why", (here, elsewhere))])

@@ -17,7 +17,7 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, instances_note, not_enough, possible, waiting_error
+from gpuguard.select import choose, instances_note, not_enough, possible, unread_devices, waiting_error
 from gpuguard.units import parse_bytes
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
@@ -287,6 +287,14 @@ def test_what_the_driver_never_tells_is_not_waited_for_and_what_failed_once_is(f
 
     assert isinstance(never, ImpossibleRequest) and text in str(never)
     assert type(later) is NotEnoughGpus
+
+
+def test_a_list_of_processes_that_the_driver_refuses_is_not_asked_for_again():
+    device = a_device(processes=None)
+    refused = Gap(device.uuid, "processes", "no permission")
+
+    assert unread_devices(a_snapshot(device), {}) == {device.uuid}
+    assert unread_devices(a_snapshot(device, gaps=(refused,)), {}) == set()
 
 
 def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():

@@ -237,7 +237,7 @@ def test_of_what_is_due_the_small_ones_of_a_user_keep_nothing_from_its_turn(a_wa
     assert [event.pid for event in log] == [1002, 1003, 1001]
 
 
-@pytest.mark.parametrize("end", ["cleared", "policy gone", "policy changed", "kept"])
+@pytest.mark.parametrize("end", ["cleared", "policy gone", "policy changed", "user kept", "device kept"])
 def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeypatch, end):
     tried = []
 
@@ -254,8 +254,10 @@ def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeyp
     guard.step()
     if end.startswith("policy"):
         guard.policies = (replace(HOGS, hold=30.0),) if end == "policy changed" else ()
-    elif end == "kept":
+    elif end == "user kept":
         guard.keep(samples[0].clock + 1000, uid=1001)
+    elif end == "device kept":
+        guard.keep(samples[0].clock + 1000, device=A_HOG.uuid)
     guard.step()
 
     assert len(tried) == 1
@@ -466,6 +468,32 @@ def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_w
     assert (target, user) == ("ops", None)
     assert "5 users would be acted on at once, more than 3" in body and "at_most" not in body
     assert outcomes(log) == []
+
+
+@pytest.mark.parametrize(
+    ("action", "word", "told"),
+    [
+        ("terminate", "sent", [("alice", (("to", "owner"), ("done", "terminate")))]),
+        ("terminate", "refused", []),
+        ("terminate", "dry run", []),
+        ("renice", "sent", []),
+    ],
+)
+def test_users_are_written_to_about_what_was_done_to_them_if_it_does_harm(a_watchdog, monkeypatch, action, word, told):
+    messages = []
+
+    def act(verdict, *_):
+        if verdict.action == "notify":
+            messages.append((verdict.finding.subject.user, verdict.options))
+        return (ActionOutcome(word, pid=4711),)
+
+    monkeypatch.setattr(actions, "act", act)
+    policy = replace(HOGS, steps=(Step(action), Step("notify", 600.0, (("to", "owner"),))))
+    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=3)), (policy,), enforce=word != "dry run")
+    guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner"}))
+    looks(guard, 3)
+
+    assert messages == told
 
 
 @dataclass(frozen=True)
