@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -500,7 +501,7 @@ class Allocator:
 
     def _withdraw(self) -> None:
         if self._queued is not None:
-            if self._queued in _waiting:
+            with suppress(ValueError):  # it was interrupted before it was there
                 _waiting.remove(self._queued)
             if self._queued.waiter:
                 self._queued.waiter.withdraw()

@@ -56,10 +56,10 @@ def test_of_starters_at_one_moment_exactly_those_that_fit_get_their_share(tmp_pa
 
 @pytest.mark.parametrize("variant", ["none", "no-first-look"])
 def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, variant: str) -> None:
-    won = sharing.race(tmp_path, starters=8, rounds=ROUNDS, memory=SHARE, gate=False, variant=variant)
+    won = sharing.race(tmp_path, starters=8, rounds=4 * ROUNDS, memory=SHARE, gate=False, variant=variant)
 
     assert max(won) <= 2
-    assert sum(won) > ROUNDS // 2  # going back for each other is not for ever
+    assert sum(won) > ROUNDS // 2  # going back for each other is not for ever, though a round may have no winner
 
 
 @pytest.mark.parametrize(
