@@ -14,6 +14,7 @@ from gpuguard.locale.messages import (
     MOST_LEVELS,
     Sentence,
     all_of,
+    cut,
     dumps,
     nsentence,
     plain,
@@ -104,6 +105,13 @@ def test_sentences_in_sentences_end_after_some_levels():
     text = loads(json.dumps({"why": "x", MESSAGE_IDS: {"x": message}}).encode())["why"]
 
     assert said(text).count("al 用") == MOST_LEVELS
+
+
+def test_a_sentence_that_fits_keeps_its_message_and_the_beginning_of_a_longer_one_is_a_text():
+    text = uses("bob", 1)
+
+    assert cut(text, len(text)) is text
+    assert cut(text, 3) == "bob" and not isinstance(cut(text, 3), Sentence)
 
 
 def test_plain_leaves_texts_alone():

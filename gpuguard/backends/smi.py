@@ -29,7 +29,7 @@ from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
-from gpuguard.locale.messages import sentence
+from gpuguard.locale.messages import cut, sentence
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class SmiReading:
 
     def gap(self, field: str, reason: str) -> None:
         """Say why a field is unknown."""
-        self.gaps.append(Gap(self.uuid, field, reason if len(reason) <= 200 else reason[:200]))
+        self.gaps.append(Gap(self.uuid, field, cut(reason, 200)))
 
     def problem(self, text: str) -> None:
         """Say what is wrong with the device."""

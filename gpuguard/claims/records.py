@@ -38,7 +38,7 @@ from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
-from gpuguard.locale.messages import dumps, plain, sentence
+from gpuguard.locale.messages import cut, dumps, plain, sentence
 from gpuguard.model import ClaimRecord, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.units import local_time
@@ -305,8 +305,8 @@ def write_request(descriptor: int, request: ReleaseRequest) -> int:
         )
     content = {
         "what": request.what,
-        "by": _shortened(request.by),
-        "why": _shortened(request.why),
+        "by": cut(request.by, LONGEST),
+        "why": cut(request.why, LONGEST),
         "at_unix_seconds": round(request.at or time.time(), 3),
     }
     encoded = dumps(content)
@@ -360,14 +360,10 @@ def _decode_request(line: bytes) -> ReleaseRequest | None:
     at = fields.get("at", 0.0)
     return ReleaseRequest(
         fields["what"],
-        by=_shortened(fields.get("by", "")),
-        why=_shortened(fields.get("why", "")),
+        by=cut(fields.get("by", ""), LONGEST),
+        why=cut(fields.get("why", ""), LONGEST),
         at=float(at) if 0 <= at < 2**40 else 0.0,
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else text[:LONGEST]
 
 
 def slot_names(uuid: str) -> tuple[str, ...]:

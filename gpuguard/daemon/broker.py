@@ -38,7 +38,7 @@ from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.files import close_all
-from gpuguard.locale.messages import Sentence, all_of, nsentence, sentence
+from gpuguard.locale.messages import Sentence, all_of, cut, nsentence, sentence
 from gpuguard.model import MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
@@ -441,7 +441,7 @@ def _number(message: Mapping[str, Any], key: str, least: float, most: float) -> 
 
 
 def _refusal(reasons: Mapping[str, str]) -> dict[str, Any]:
-    return {"refused": {name: why if len(why) <= MOST else why[:MOST] for name, why in reasons.items()}}
+    return {"refused": {name: cut(why, MOST) for name, why in reasons.items()}}
 
 
 def lock_all(

@@ -41,7 +41,7 @@ from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import decoded, events_path, facts_of, read_log, uids_of
 from gpuguard.jsonio import decode
-from gpuguard.locale.messages import dumps, sentence
+from gpuguard.locale.messages import cut, dumps, sentence
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.action_kinds import PRIVATE
 from gpuguard.policies.engine import PolicyStatus
@@ -197,17 +197,13 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
         next=status.next,
         next_unix_seconds=None if status.due is None else round(status.due + boot, 1),
         enforce=status.enforce,
-        refused=_shortened(status.refused or "") or None,
+        refused=cut(status.refused or "", MAX_REASON) or None,
         harm=status.harm,
         harm_unix_seconds=None if status.harm_due is None else round(status.harm_due + boot, 1),
         device_label=device.label if device else None,
         rule=status.rule or None,
-        why=_shortened(status.why) or None,
+        why=cut(status.why, MAX_REASON) or None,
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_REASON else text[:MAX_REASON]
 
 
 def _events(context: RequestContext, uid: int, request: Request) -> Reply:

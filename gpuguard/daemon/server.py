@@ -38,7 +38,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.files import close_all
 from gpuguard.jsonio import loads
-from gpuguard.locale.messages import plain, sentence
+from gpuguard.locale.messages import cut, plain, sentence
 from gpuguard.users import accountable_uid
 
 MAX_ERROR = 600  # characters, which fit into a reply even when written out as \uXXXX
@@ -228,8 +228,7 @@ class SocketServer:
         try:
             reply = self._handle(uid, request)
         except GpuguardError as error:
-            text = str(error)
-            return {"ok": False, "error": text if len(text) <= MAX_ERROR else text[:MAX_ERROR]}
+            return {"ok": False, "error": cut(str(error), MAX_ERROR)}
         except Exception:  # noqa: BLE001  a request that finds a fault of ours must not be the last that is handled
             kind, value, traceback = sys.exc_info()
             threading.excepthook(threading.ExceptHookArgs((kind, value, traceback, threading.current_thread())))

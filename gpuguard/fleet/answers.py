@@ -240,7 +240,7 @@ def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> 
     own = [line.removeprefix("gpuguard: ") for line in lines if line.startswith("gpuguard: ")]
     said = neutralise((own[:1] or lines[-1:] or [""])[0][:_LINE])
     if reply.status == 1 and said.startswith("wanted "):
-        return HostReply(host, seconds, refusal=translated(said))
+        return HostReply(host, seconds, refusal=said)
     try:  # because `gpuguard serve-ssh` and `explain` also refuse in JSON
         return reply_with(host, seconds, _object(reply.out), kind)
     except ValueError as error:
@@ -250,11 +250,9 @@ def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> 
         fault = _("gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard")
     elif reply.status == _SSH_FAILED:
         more = next((_(what).format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")
-        fault = (translated(said) or _("ssh failed and said nothing")) + (f" ({more})" if more else "")
+        fault = (said or _("ssh failed and said nothing")) + (f" ({more})" if more else "")
     else:
-        fault = translated(said) or _("gpuguard ended there with status {status} and said nothing").format(
-            status=reply.status
-        )
+        fault = said or _("gpuguard ended there with status {status} and said nothing").format(status=reply.status)
     return HostReply(host, seconds, error=fault)
 
 

@@ -63,6 +63,11 @@ def all_of(sentences: Iterable[str], between: str = "; ") -> str:
     return Sentence(between.join(parts), ALL_OF, {BETWEEN: between, **{str(n): part for n, part in enumerate(parts)}})
 
 
+def cut(text: str, most: int) -> str:
+    """Return *text* as it is, or if it is longer than *most* characters, its beginning as a plain text."""
+    return text if len(text) <= most else text[:most]
+
+
 def filled(form: str, values: Mapping[str, str]) -> str:
     """Return *form* with its places filled; a place without a value stays as it is."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), form)
