@@ -524,7 +524,7 @@ def _backend_name(backend: str | None) -> str:
 # The program around a claim: parts that run already and would not see the devices, or that have them already.
 
 # A process that begins to compute opens one of them; one that only reads the driver does not.  dxg is that of WSL.
-CUDA_DEVICES = (*(vendor.compute_node for vendor in VENDORS.values()), "/dev/dxg")
+CUDA_DEVICES = (*filter(None, (vendor.compute_node for vendor in VENDORS.values())), "/dev/dxg")
 # Words in the command lines of the processes that _BLIND names.
 _FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes

@@ -139,6 +139,8 @@ class Device:
     numa_node: int | None = read_with(MODEL, of_board=True)
     # As in /proc/PID/status Cpus_allowed_list: "0-15,32-47".
     cpu_affinity: str | None = read_with(MODEL, of_board=True, harmless=True)
+    # It is part of the CPU and has no memory of its own.
+    integrated: bool | None = read_with(MODEL, of_board=True)
     vendor: str = "nvidia"  # a row of vendors.VENDORS
     ordinal: int | None = None  # its index among its vendor's devices; None if no other vendor's come before it
 
@@ -160,6 +162,8 @@ class Device:
         MEMORY, "B", metric=("memory_reserved_bytes", "Memory that driver and firmware keep."),
         query=("memory.reserved", "by driver and firmware"),
     )  # fmt: skip
+    # Its memory is the host's: memory_free is what the host can still give.
+    memory_shared_with_host: bool | None = read_with(MEMORY, of_board=True)
     processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None if the driver gives no list
     processes_plausible: bool = True  # if False, no action may rely on this list
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
@@ -181,6 +185,8 @@ class Device:
         HEALTH, of_board=True, harmless=True, query=("compute_mode", "Default, Exclusive_Process or Prohibited")
     )
     mig_mode: bool | None = read_with(HEALTH, of_board=True, query=("mig.mode.current", "Enabled or Disabled"))
+    # The driver has switched it off until it is used.  Its sensors are not read, because that could wake it.
+    asleep: bool | None = read_with(HEALTH, of_board=True)
     parent_uuid: str | None = None  # of a MIG instance
     mig_profile: str | None = None  # "3g.40gb"
     gpu_instance_id: int | None = None

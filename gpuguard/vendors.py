@@ -20,10 +20,14 @@ class Vendor:
 
     name: str  # as Device.vendor has it
     title: str  # the beginning of the names of its models
+    backend: str  # a row of backends.BACKENDS
+    drivers: tuple[str, ...]  # the kernel drivers of its GPUs, as /sys/bus/pci/drivers names them
 
     visible: str  # the variable that lists the devices which a process may use, by index or uuid
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
-    container: str  # the variable that says which devices a container runtime has let in
+    # Variables that choose once more among the devices that `visible` leaves, which are numbered from 0 again.
+    filters: tuple[str, ...]
+    container: str  # the variable that says which devices a container runtime has let in, or ""
     uuid_prefix: str
     instance_prefix: str  # of the uuids of instances, or "" if it has none
 
@@ -51,8 +55,11 @@ class Vendor:
 NVIDIA = Vendor(
     name="nvidia",
     title="NVIDIA",
+    backend="nvml",
+    drivers=("nvidia",),
     visible="CUDA_VISIBLE_DEVICES",
     numbering={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    filters=(),
     container="NVIDIA_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
     instance_prefix="MIG-",
@@ -68,27 +75,80 @@ NVIDIA = Vendor(
     versions=("/sys/module/nvidia/version", "/proc/driver/nvidia/version"),
 )
 
+# The nodes of all GPUs of DRM drivers: /dev/dri/cardN has the minor N, /dev/dri/renderDN the minor N.
+DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt of Linux
+
 AMD = Vendor(
     name="amd",
     title="AMD",
+    backend="amd",
+    drivers=("amdgpu",),
     visible="ROCR_VISIBLE_DEVICES",
     numbering={},
+    filters=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),  # HIP reads all three
     container="AMD_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
-    instance_prefix="",
+    instance_prefix="XCP-",
     control_node="/dev/kfd",
     compute_node="/dev/kfd",
     device_node="/dev/dri/renderD",
     nodes=(),  # the render nodes are those of all vendors
-    major=0,
-    last_minor=0,
+    major=DRM_MAJOR,
+    last_minor=255,
     capabilities="",
     capability_node="",
     capability_minors="",
     versions=("/sys/module/amdgpu/version",),
 )
 
-VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD)}
+INTEL = Vendor(
+    name="intel",
+    title="Intel",
+    backend="intel",
+    drivers=("xe", "i915"),
+    visible="ZE_AFFINITY_MASK",  # takes indices only
+    # An index means a card rather than a tile, and cards are counted by PCI address.
+    numbering={"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"},
+    filters=(),
+    container="",
+    uuid_prefix="PCI-",  # no GPU of Intel tells a number of its own
+    instance_prefix="",
+    control_node="",
+    compute_node="",
+    device_node="/dev/dri/renderD",
+    nodes=(),
+    major=DRM_MAJOR,
+    last_minor=255,
+    capabilities="",
+    capability_node="",
+    capability_minors="",
+    versions=("/sys/module/xe/version", "/sys/module/i915/version"),
+)
+
+MTHREADS = Vendor(
+    name="mthreads",
+    title="Moore Threads",
+    backend="mthreads",
+    drivers=("mtgpu",),
+    visible="MUSA_VISIBLE_DEVICES",
+    numbering={},
+    filters=(),
+    container="MTHREADS_VISIBLE_DEVICES",
+    uuid_prefix="GPU-",
+    instance_prefix="",
+    control_node="",
+    compute_node="",
+    device_node="/dev/mtgpu.",
+    nodes=("/dev/mtgpu*",),
+    major=0,
+    last_minor=0,
+    capabilities="",
+    capability_node="",
+    capability_minors="",
+    versions=("/sys/module/mtgpu/version",),
+)
+
+VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD, INTEL, MTHREADS)}
 INSTANCE_PREFIXES = tuple(vendor.instance_prefix for vendor in VENDORS.values() if vendor.instance_prefix)
 UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.values())) + INSTANCE_PREFIXES
 
