@@ -1,0 +1,417 @@
+"""GPUs as the kernel shows them without a driver library: cards, their files and sensors, and who has them open.
+
+The backends amd and intel read their devices with it.  DRM is the kernel's Direct Rendering Manager, whose drivers make
+/dev/dri/cardN and /dev/dri/renderDN of each GPU.  The facts come from sysfs (Documentation/ABI/testing), from hwmon and
+from /proc/PID/fdinfo (Documentation/gpu/drm-usage-stats.rst).  Another root than / holds a tree that a test wrote, or
+that was copied from another machine.  This module does not know what a vendor's files mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpuguard import model, procfs
+from gpuguard.backends.plausibility import implausibility
+from gpuguard.locale.messages import sentence
+from gpuguard.model import DEVICE_FIELDS, Gap, GpuProcess
+from gpuguard.vendors import DRM_MAJOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from gpuguard.vendors import Vendor
+
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
+_LONGEST = 2**16  # bytes: a file of sysfs has at most a page, and fdinfo of a client with all its engines two
+_CARD = re.compile(r"card\d+")  # and not card0-DP-1, which is a connector
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_PCI_IDS = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "var/lib/pciutils/pci.ids")
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "kB": 2**10, "MiB": 2**20, "GiB": 2**30, "ns": 1, "Hz": 1}
+_GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # by GT/s of a lane
+
+ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
+_ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
+_EMPTY = sentence("drm.empty", "the file is empty")
+_REASONS = {
+    errno.ENOENT: _ABSENT,
+    errno.ENOTDIR: _ABSENT,
+    errno.ENODEV: _ABSENT,
+    errno.EPERM: sentence("drm.not_now", "not told while the GPU sleeps or is reset"),  # and no matter of rights
+    errno.EACCES: sentence("drm.no_permission", "no permission"),
+    errno.EBUSY: sentence("drm.busy", "the GPU is being reset"),
+    errno.EINVAL: sentence("drm.not_supported", "the driver does not support it on this GPU"),
+    errno.EOPNOTSUPP: sentence("drm.not_supported", "the driver does not support it on this GPU"),
+}
+
+
+class NotTold(Exception):
+    """The kernel does not tell a value.  *reason* says why, for people."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+# Files
+
+
+def read(path: str) -> str:
+    """Return what a file of sysfs says, without the blanks around it.  Raises NotTold, also if it is empty."""
+    try:
+        descriptor = os.open(path, _READING)
+        try:
+            content = os.read(descriptor, _LONGEST)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        failed = sentence("drm.failed", "the kernel says: {error}", error=error.strerror or str(error))
+        raise NotTold(_REASONS.get(error.errno or 0, failed)) from None
+    if not (text := content.decode(errors="replace").strip("\0 \t\n")):
+        raise NotTold(_EMPTY)
+    return text
+
+
+def read_or(path: str, default: str = "") -> str:
+    """Return what read() does, or *default* where the kernel does not tell."""
+    try:
+        return read(path)
+    except NotTold:
+        return default
+
+
+def number(text: str) -> int:
+    """Return a decimal number.  Raises NotTold."""
+    if not re.fullmatch(r"-?\d{1,20}", text, re.ASCII):
+        raise NotTold(sentence("drm.no_number", "the file says {text}, which is no number", text=f"{text!r:.40}"))
+    return int(text)
+
+
+def listed(folder: str) -> list[str]:
+    """Return the names in *folder* in order, numbers by their size; none if it cannot be read."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)])
+
+
+def pairs(text: str) -> dict[str, str]:
+    """Return the lines `key value`, `key: value` or `key=value` of *text*."""
+    found = (re.split(r"[:=\s]\s*", line.strip(), maxsplit=1) for line in text.splitlines())
+    return {line[0]: line[1].strip() for line in found if len(line) == 2}
+
+
+# Cards
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU on the PCI bus that has a DRM driver."""
+
+    address: str  # "0000:03:00.0"
+    folder: str  # /sys/class/drm/card0
+    driver: str  # "amdgpu"
+    ids: str  # vendor and device as pci.ids writes them, "1002:74a1", or "" if unknown
+    render_minor: int | None  # 128 for /dev/dri/renderD128
+
+    @property
+    def device(self) -> str:
+        """The folder of the PCI device."""
+        return f"{self.folder}/device"
+
+    @property
+    def uuid(self) -> str:
+        """The name of a GPU that has no number of its own."""
+        return "PCI-" + re.sub(r"[:.]", "-", self.address)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the driver has switched it off.  To read this wakes no GPU."""
+        return read_or(f"{self.device}/power/runtime_status") in ("suspended", "suspending")
+
+
+def cards(root: str, vendor: Vendor) -> list[Card]:
+    """Return the GPUs of a vendor's drivers in the order of their PCI addresses."""
+    folder = f"{root.rstrip('/')}/sys/class/drm"
+    names = listed(folder)
+    renders = {name: _address(f"{folder}/{name}/device") for name in names if name.startswith("renderD")}
+    found = []
+    for name in filter(_CARD.fullmatch, names):
+        device = f"{folder}/{name}/device"
+        facts = pairs(read_or(f"{device}/uevent"))  # a copied tree has no links
+        address = _address(device) or facts.get("PCI_SLOT_NAME", "").lower()
+        driver = os.path.basename(procfs.read_link(f"{device}/driver") or facts.get("DRIVER", ""))
+        if driver in vendor.drivers and _ADDRESS.fullmatch(address):
+            below = [entry for entry in listed(f"{device}/drm") if entry.startswith("renderD")]
+            render = next(iter([*below, *(entry for entry, of in renders.items() if of == address)]), "")
+            minor = int(render[7:]) if render[7:].isdecimal() else None
+            found.append(Card(address, f"{folder}/{name}", driver, facts.get("PCI_ID", "").lower(), minor))
+    return sorted(found, key=lambda card: card.address)
+
+
+def _address(device: str) -> str:
+    """Return the PCI address to which the link *device* leads, or "" if it leads elsewhere."""
+    name = os.path.basename(procfs.read_link(device) or "")
+    return name if _ADDRESS.fullmatch(name) else ""
+
+
+def product_name(root: str, card: Card, vendor: Vendor) -> str:
+    """Return the name of the product, with the vendor's title: from the board, else from the system's pci.ids."""
+    name = read_or(f"{card.device}/product_name")
+    if not name:
+        name = _names_of(root, card.ids[:4]).get(card.ids[5:], "")
+        # "Navi 31 [Radeon RX 7900 XTX]": people know what stands in the brackets.
+        name = name.partition("[")[2].rpartition("]")[0] or name
+    name = name or f"GPU {card.ids or card.address}"
+    return name if name.startswith(vendor.title) else f"{vendor.title} {name}"
+
+
+@cache
+def _names_of(root: str, vendor_id: str) -> dict[str, str]:
+    """Return the names of a PCI vendor's devices by their ids: https://pci-ids.ucw.cz says the format."""
+    for path in _PCI_IDS if vendor_id else ():
+        text = procfs.read_text(f"{root.rstrip('/')}/{path}") or ""
+        _, found, rest = text.partition(f"\n{vendor_id}  ")
+        if found:
+            section = re.split(r"\n(?=[^\t#\n])", rest, maxsplit=1)[0]
+            return dict(re.findall(r"^\t([0-9a-f]{4})  (.+)$", section, re.MULTILINE))
+    return {}
+
+
+class Sensors:
+    """The sensors of one GPU (hwmon), found by their labels, because their numbers differ from chip to chip."""
+
+    def __init__(self, card: Card) -> None:
+        self._device = card.device
+        self._driver = card.driver
+        self._folder = ""
+        self._labels: dict[tuple[str, str], str] = {}  # ("temp", "junction") -> "temp2"
+
+    def path(self, kind: str, *labels: str, suffix: str = "input") -> str:
+        """Return the file of the first of *labels* that there is; without labels, of the sensor 1 of this *kind*.
+
+        Raises NotTold if there is none.  A reset of the GPU may give the sensors another folder.
+        """
+        names = listed(f"{self._device}/hwmon")
+        if self._folder not in names:
+            folders = (name for name in names if read_or(f"{self._device}/hwmon/{name}/name") == self._driver)
+            self._folder = next(folders, "")
+            self._labels = dict(self._labelled())
+        if not self._folder:
+            raise NotTold(_ABSENT)
+        sensor = next((self._labels[kind, label] for label in labels if (kind, label) in self._labels), None)
+        if labels and sensor is None:
+            raise NotTold(_ABSENT)
+        return f"{self._device}/hwmon/{self._folder}/{sensor or f'{kind}1'}_{suffix}"
+
+    def _labelled(self) -> Iterator[tuple[tuple[str, str], str]]:
+        folder = f"{self._device}/hwmon/{self._folder}"
+        for name in listed(folder) if self._folder else ():
+            sensor, _, suffix = name.rpartition("_")
+            if suffix == "label" and (label := read_or(f"{folder}/{name}")):
+                yield (sensor.rstrip("0123456789"), label), sensor
+
+
+# One device
+
+
+@dataclass
+class CardReading:
+    """The values, gaps and problems known so far of one device in one sample."""
+
+    uuid: str
+    fields: Collection[str]
+    asleep: bool = False
+    values: dict[str, object] = field(default_factory=dict)
+    gaps: list[Gap] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Callable[[], object], *, wakes: bool = False) -> None:
+        """Set a field to what *value* returns, or leave a gap if that raises NotTold or cannot be true.
+
+        With *wakes* it is not called while the GPU sleeps.
+        """
+        try:
+            if wakes and self.asleep:
+                raise NotTold(ASLEEP)
+            read, facts = value(), DEVICE_FIELDS[name]
+            if read is None:
+                raise NotTold(_ABSENT)
+            if facts.is_number and not facts.holds(read):  # type: ignore[arg-type]
+                value_ = f"{read!r:.40}"
+                raise NotTold(sentence("nvml.implausible_value", "implausible value {value}", value=value_))
+            self.values[name] = facts.number(read) if facts.is_number else read  # type: ignore[arg-type]
+        except NotTold as gap:
+            self.gap(name, gap.reason)
+
+    def gap(self, name: str, reason: str = _ABSENT) -> None:
+        """Say why a field is unknown."""
+        self.gaps.append(Gap(self.uuid, name, reason))
+
+    def close(self, instead: Mapping[str, object]) -> None:
+        """Leave a gap for each field of the wanted groups that was not read.  *instead* are the fields known anyway."""
+        told = {gap.field for gap in self.gaps} | self.values.keys() | instead.keys()
+        for facts in DEVICE_FIELDS.values():
+            if facts.group in self.fields and facts.name not in told and facts.name != "problems":
+                self.gap(facts.name)
+
+
+def read_place(reading: CardReading, card: Card) -> None:
+    """Read where a card lies: the fields pci_bus_id, minor_number, numa_node and cpu_affinity of the group MODEL."""
+    reading.values["pci_bus_id"] = card.address
+    reading.set("minor_number", lambda: card.render_minor)
+    reading.set("numa_node", lambda: _numa_node(card))
+    reading.set("cpu_affinity", lambda: read(f"{card.device}/local_cpulist"))
+
+
+def _numa_node(card: Card) -> int | None:
+    node = number(read(f"{card.device}/numa_node"))
+    return None if node < 0 else node  # -1: the machine has only one
+
+
+def read_link(reading: CardReading, device: str, *, wakes: bool = False) -> None:
+    """Read pcie_generation and pcie_width from the folder of a PCI device."""
+
+    def generation() -> int | None:
+        return _GENERATIONS.get(read(f"{device}/current_link_speed").partition(" ")[0])
+
+    reading.set("pcie_generation", generation, wakes=wakes)
+    reading.set("pcie_width", lambda: number(read(f"{device}/current_link_width")), wakes=wakes)
+
+
+# Processes
+
+
+class DrmClient(NamedTuple):
+    """One open file of a DRM driver, as /proc/PID/fdinfo describes it."""
+
+    pid: int
+    driver: str
+    address: str  # of the GPU on the PCI bus
+    number: int  # drm-client-id: copies of a file, and of a process that was forked, have the same
+    values: Mapping[str, int]  # the other lines: bytes, nanoseconds, cycles, by key
+
+
+class Clients(NamedTuple):
+    """All files of DRM drivers that are open."""
+
+    found: tuple[DrmClient, ...]
+    hidden: bool  # whether there are processes into which this user cannot look
+
+
+class ClientScanner:
+    """Finds who has files of DRM drivers open, by looking into the processes of /proc again and again."""
+
+    def __init__(self, root: str) -> None:
+        self._proc = f"{root.rstrip('/')}/proc"
+        self._known: set[int] = set()  # pids that had such a file open when they were last looked at
+        self._hidden = False
+
+    def read(self, *, everywhere: bool, also: Collection[int] = ()) -> Clients:
+        """Look into all processes, or only into those that had such files open the last time, and into *also*."""
+        if everywhere:
+            self._hidden = False
+            pids = [int(name) for name in listed(self._proc) if name.isdecimal()]
+        else:
+            pids = sorted(self._known.union(also))
+        clients: dict[tuple[str, int], DrmClient] = {}
+        known = set()
+        for pid in pids:
+            for client in self._open_in(pid, everywhere=everywhere):
+                known.add(pid)
+                # A child that was forked shows the client of its parent, which has the lower pid nearly always.
+                clients.setdefault((client.address, client.number), client)
+        self._known = known
+        return Clients(tuple(clients.values()), self._hidden)
+
+    def _open_in(self, pid: int, *, everywhere: bool) -> Iterator[DrmClient]:
+        folder = f"{self._proc}/{pid}"
+        try:
+            names = os.listdir(f"{folder}/fd")
+        except FileNotFoundError:
+            names = listed(f"{folder}/fdinfo")  # it has ended, or a copied tree has nothing else
+        except OSError:
+            self._hidden = self._hidden or everywhere
+            return
+        for name in names:
+            if _is_drm(f"{folder}/fd/{name}") and (client := parse_client(pid, read_or(f"{folder}/fdinfo/{name}"))):
+                yield client
+
+
+def _is_drm(path: str) -> bool:
+    """Return whether a descriptor may be that of a DRM device: by its number, because a container may rename nodes."""
+    target = procfs.read_link(path)
+    if target is None or target.startswith("/dev/dri/"):
+        return True
+    if not target.startswith("/dev/"):
+        return False
+    try:
+        return os.major(os.stat(path).st_rdev) == DRM_MAJOR
+    except OSError:
+        return False
+
+
+def parse_client(pid: int, text: str) -> DrmClient | None:
+    """Return what an fdinfo file says of a DRM client, or None if it is none.  A number without a unit is bytes."""
+    words = pairs(text)
+    driver, address, client = (words.get(f"drm-{key}", "") for key in ("driver", "pdev", "client-id"))
+    if not (driver and client.isdecimal()):
+        return None
+    values = {}
+    for key, value in words.items():
+        amount, _, unit = value.partition(" ")
+        if amount.isdecimal() and len(amount) < 20:
+            values[key] = int(amount) * _UNITS.get(unit.strip(), 1)
+    return DrmClient(pid, driver, address, int(client), values)
+
+
+class ProcessLists:
+    """Turns pids with their memory into the field `processes` of devices, as far as they can be believed."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, set[int]] = {}  # by uuid
+
+    def read(self, reading: CardReading, rows: Sequence[GpuProcess]) -> None:
+        """Set processes and processes_plausible of a device on which the kernel lists *rows*.
+
+        A pid that was once listed without a process counts as ended until the kernel drops it.  KFD may keep entries of
+        dead processes for ever, and another process may have got the pid.
+        """
+        stats = {row.pid: procfs.stat_of(row.pid) for row in rows}
+        gone = {pid for pid, stat in stats.items() if stat is None and not procfs.alive(pid)}
+        total, used = (reading.values.get(f"memory_{name}") for name in ("total", "used"))
+        reason = implausibility(
+            [(row.pid, row.memory_used) for row in rows],
+            alive=lambda pid: pid not in gone,
+            pid_max=procfs.pid_max(),
+            own_pids=procfs.in_first_pid_namespace() is True,
+            memory_total=total if isinstance(total, int) else None,
+            memory_used=used if isinstance(used, int) else None,
+        )
+        reading.values["processes_plausible"] = reason is None
+        if reason is not None:  # the processes that have these pids here are not the ones that the kernel means
+            reading.gap("processes", sentence("driver.implausible_list", "implausible list: {reason}", reason=reason))
+            reading.values["processes"] = tuple(rows)
+            return
+        ended = self._ended[reading.uuid] = stats.keys() & (self._ended.get(reading.uuid, set()) | gone)
+        read = procfs.described if model.PROCESS_DETAILS in reading.fields else procfs.identified
+        found = (replace(row, ended=True) if row.pid in ended else read(row, stats[row.pid]) for row in rows)
+        reading.values["processes"] = tuple(found)
+
+
+def merged_rows(rows: Iterable[GpuProcess]) -> list[GpuProcess]:
+    """Return one row for each pid, with the sum of the memory; who computes and draws is compute+graphics."""
+    merged: dict[int, GpuProcess] = {}
+    for row in rows:
+        if (other := merged.get(row.pid)) is None:
+            merged[row.pid] = row
+            continue
+        memory = [known for known in (row.memory_used, other.memory_used) if known is not None]
+        kind = row.kind if row.kind == other.kind else "compute+graphics"
+        merged[row.pid] = replace(other, memory_used=sum(memory) if memory else None, kind=kind)
+    return [merged[pid] for pid in sorted(merged)]
