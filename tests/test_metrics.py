@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuguard.device_state import uses
-from gpuguard.metrics.compat import COMPAT, DCGM, dcgm, nvitop
+from gpuguard.metrics.compat import AMD_EXPORTER, COMPAT, DCGM, amd, dcgm, nvitop
 from gpuguard.metrics.exposition import (
     CONTENT_TYPE,
     OPENMETRICS,
@@ -286,6 +286,39 @@ def test_a_part_of_a_divided_device_bears_its_uuid_and_its_own_number():
     (of_part,) = [dict(key) for key in page["DCGM_FI_DEV_FB_USED"] if dict(key).get("GPU_I_ID")]
 
     assert of_part["UUID"] == whole.uuid and of_part["GPU_I_PROFILE"] == "3g.40gb" and of_part["GPU_I_ID"] == "1"
+
+
+MI300X = FULL | {"vendor": "amd", "name": "AMD Instinct MI300X", "uuid": "GPU-e3aa140f9a5f9e31"}
+
+
+def test_names_of_amds_exporter_have_its_units():
+    page = told(amd(facts_about(a_snapshot(a_device(memory_used=3 * GIB, **MI300X)))))
+    values = {name: next(iter(series.values())) for name, series in page.items()}
+
+    assert values["gpu_used_vram"] == 3 * 1024 and values["gpu_gfx_activity"] == 50
+    assert values["gpu_energy_consumed"] == 12_500_000 and values["gpu_junction_temperature"] == 35
+    assert values["gpu_package_power"] == values["gpu_power_usage"] == 70 and values["gpu_nodes_total"] == 1
+    more = {"gpu_junction_temperature", "gpu_package_power", "gpu_clock", "gpu_nodes_total"}
+    assert set(values) == {name for name, *_ in AMD_EXPORTER} | more
+    assert {dict(key)["clock_type"]: value for key, value in page["gpu_clock"].items()} == {
+        "GPU_CLOCK_TYPE_SYSTEM": 1980, "GPU_CLOCK_TYPE_MEMORY": MI300X["clock_memory"],
+    }  # fmt: skip
+    ((key, _),) = page["gpu_used_vram"].items()
+    assert dict(key) == {
+        "gpu_id": "0", "gpu_uuid": MI300X["uuid"], "gpu_partition_id": "0", "card_model": MI300X["name"],
+        "driver_version": "550.54.15", "hostname": "node1",
+    }  # fmt: skip
+    older = told(amd(facts_about(a_snapshot(a_device(**MI300X | {"name": "AMD Instinct MI210"})))))
+    assert "gpu_edge_temperature" in older and "gpu_junction_temperature" not in older
+
+
+def test_each_exporter_tells_of_the_gpus_of_its_vendor():
+    facts = facts_about(a_snapshot(a_device(0, **FULL), a_device(1, **MI300X)))
+    nvidia = facts_about(a_snapshot(a_device(0, **FULL)))
+
+    assert [len(told(dcgm(facts))["DCGM_FI_DEV_GPU_TEMP"]), len(told(nvitop(facts))["gpu_temperature_C"])] == [1, 1]
+    assert {dict(key)["gpu_id"] for key in told(amd(facts))["gpu_total_vram"]} == {"1"}
+    assert told(amd(nvidia)) == told(amd(replace(facts, current=False))) == {}
 
 
 def test_nvitop_names_have_the_units_of_nvitop():

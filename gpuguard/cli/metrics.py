@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=sorted(COMPAT),
-        help="tell it under the names of that exporter, too: dcgm or nvitop (repeatable)",
+        help="tell it under the names of that exporter, too: dcgm, nvitop or AMD's (repeatable)",
     )
     add_table(parser, ("--token-file", "FILE", f"InfluxDB's token (default: ${TOKEN})"), FRESH)
     add_expose_option(parser, "--expose")

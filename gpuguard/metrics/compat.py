@@ -1,7 +1,8 @@
-"""The same numbers under the names, labels and units of dcgm-exporter and of nvitop-exporter, for their dashboards.
+"""The same numbers under the names, labels and units of other exporters, for their dashboards.
 
-They cover only what gpuguard reads: no profiling counters, nothing per pid, and no XID errors, which a driver reports
-only to programs that wait for them.
+These are dcgm-exporter, nvitop-exporter and, as "amd", AMD's device-metrics-exporter.  They cover only what gpuguard
+reads: no profiling counters, nothing per pid, and no XID errors, which a driver reports only to programs that wait for
+them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import Labels, MetricFamily, distinct, family, labels, number
 from gpuguard.model import Device, Snapshot
+from gpuguard.vendors import AMD, NVIDIA, Vendor
 
 _MIB = 2**-20
 # name, kind, help, field of Device, factor: as in dcgm-exporter's etc/default-counters.csv, with its optional rows
@@ -59,6 +61,28 @@ NVITOP: tuple[tuple[str, str, str, float], ...] = (
     ("gpu_nvlink_total_tx_throughput_MiBps", "GPU total NVLink transmit throughput (MiB/s).", "nvlink_tx", _MIB),
     ("gpu_nvlink_total_rx_throughput_MiBps", "GPU total NVLink receive throughput (MiB/s).", "nvlink_rx", _MIB),
 )
+# As in docs/configuration/metricslist.md of AMD's device-metrics-exporter; all are gauges there.
+AMD_EXPORTER: tuple[tuple[str, str, str, float], ...] = (
+    ("gpu_gfx_activity", "Graphics engine usage (0 to 100).", "utilization", 1),
+    ("gpu_umc_activity", "Memory engine usage (0 to 100).", "memory_utilization", 1),
+    ("gpu_total_vram", "Total VRAM (in MB).", "memory_total", _MIB),
+    ("gpu_used_vram", "Used VRAM (in MB).", "memory_used", _MIB),
+    ("gpu_free_vram", "Free VRAM (in MB).", "memory_free", _MIB),
+    ("gpu_power_usage", "Power usage (in W).", "power_draw", 1),
+    ("gpu_energy_consumed", "Energy since the driver was loaded (in uJ).", "total_energy", 1e6),
+    ("gpu_ecc_correct_total", "Correctable errors.", "ecc_corrected_volatile", 1),
+    ("gpu_ecc_uncorrect_total", "Uncorrectable errors.", "ecc_uncorrected_volatile", 1),
+)
+# The exporter has names of their own for the sensors of MI300 and its successors, and for those of older GPUs.
+_AMD_SENSORS = (
+    ("gpu_edge_temperature", "gpu_junction_temperature", "Temperature (in C).", "temperature"),
+    ("gpu_average_package_power", "gpu_package_power", "Socket power (in W).", "power_draw"),
+)
+_AMD_CLOCKS = (("GPU_CLOCK_TYPE_SYSTEM", "0", "clock_sm"), ("GPU_CLOCK_TYPE_MEMORY", "8", "clock_memory"))
+
+
+def _of(vendor: Vendor, snapshot: Snapshot) -> list[Device]:
+    return [device for device in distinct(snapshot.devices) if device.vendor == vendor.name]
 
 
 def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
@@ -66,7 +90,7 @@ def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
     snapshot = facts.snapshot
     if not snapshot or not facts.current:
         return
-    devices = distinct(snapshot.devices)
+    devices = _of(NVIDIA, snapshot)
     named = {device.uuid: _dcgm_labels(device, snapshot) for device in devices}
     for name, kind, text, field, factor in DCGM:
         values = {named[device.uuid]: number(getattr(device, field), factor) for device in devices}
@@ -114,7 +138,7 @@ def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
         return
     host, devices = snapshot.host, {}
     parts: dict[str, int] = {}  # uuid of a divided device -> its instances so far
-    for device in distinct(snapshot.devices):
+    for device in _of(NVIDIA, snapshot):
         index = str(device.index)
         if device.parent_uuid:  # nvitop counts instances from 0, whatever id the driver gave them
             parts[device.parent_uuid] = position = parts.get(device.parent_uuid, -1) + 1
@@ -129,7 +153,7 @@ def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
     ]
     yield family("gpu_memory_percent_Percentage", "GPU memory percent (%).", shares)
     yield from _nvlinks(devices)
-    count = sum(device.parent_uuid is None for device in snapshot.devices)
+    count = sum(device.parent_uuid is None for device in devices.values())
     versions = {"driver_version": snapshot.driver_version, "cuda_driver_version": snapshot.cuda_version}
     machine = labels(hostname=host, device_count=count, **versions)
     yield family("nvitop_info", "The machine, under the name that nvitop-exporter gives it.", [(machine, 1)])
@@ -151,4 +175,38 @@ def _nvlinks(devices: dict[Labels, Device]) -> Iterator[MetricFamily]:
         yield family(f"gpu_nvlink_{way}_throughput_MiBps", f"GPU NVLink {verb} throughput (MiB/s).", each)
 
 
-COMPAT: dict[str, Callable[[MetricFacts], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}
+def amd(facts: MetricFacts) -> Iterator[MetricFamily]:
+    """Yield what AMD's device-metrics-exporter would report about the GPUs of AMD."""
+    snapshot = facts.snapshot
+    if not snapshot or not facts.current:
+        return
+    devices = {_amd_labels(device, snapshot): device for device in _of(AMD, snapshot)}
+    for name, text, field, factor in AMD_EXPORTER:
+        yield family(name, text, [(key, number(getattr(device, field), factor)) for key, device in devices.items()])
+    for older, newer, text, field in _AMD_SENSORS:
+        for name in (older, newer):
+            of_name = [key for key, device in devices.items() if ("MI3" in (device.name or "")) == (name == newer)]
+            yield family(name, text, [(key, number(getattr(devices[key], field))) for key in of_name])
+    clocks = [
+        (labels(clock_index=index, clock_type=kind, **dict(key)), number(getattr(device, field)))
+        for key, device in devices.items()
+        for kind, index, field in _AMD_CLOCKS
+    ]
+    yield family("gpu_clock", "Clocks (in MHz).", clocks)
+    count = sum(device.parent_uuid is None for device in devices.values())
+    yield family("gpu_nodes_total", "Number of GPUs.", [(labels(hostname=snapshot.host), count)] if devices else [])
+
+
+def _amd_labels(device: Device, snapshot: Snapshot) -> Labels:
+    whole = (snapshot.device(device.parent_uuid) if device.parent_uuid else None) or device
+    return labels(
+        gpu_id=device.index,
+        gpu_uuid=whole.uuid,
+        gpu_partition_id=device.gpu_instance_id or 0,
+        card_model=whole.name,
+        driver_version=snapshot.driver_version,
+        hostname=snapshot.host,
+    )
+
+
+COMPAT: dict[str, Callable[[MetricFacts], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop, "amd": amd}

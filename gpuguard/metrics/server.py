@@ -66,7 +66,7 @@ def pages(facts: Callable[[Collection[str]], MetricFacts], compat: Collection[st
             return Page("there is only /metrics\n", status=404)
         wanted = {*compat, *query.get("compat", ())}
         if unknown := wanted - set(COMPAT):
-            return Page(f"compat: there is no {min(unknown)!r}, but {' and '.join(COMPAT)}\n", status=400)
+            return Page(f"compat: there is no {min(unknown)!r}, but {', '.join(COMPAT)}\n", status=400)
         names, content_type = sorted(wanted), negotiated(accept)
         key = (content_type, *names)
         with lock:
