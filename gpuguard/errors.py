@@ -16,7 +16,7 @@
         +-- AlreadyClaimed      this process has devices from another call, and would take further ones
         +-- CudaInitialized     CUDA runs in this process already: too late to choose its devices
 
-The message says what happened and what to do next; the facts behind it are attributes.
+The message says what happened and what to do next; the facts behind it are attributes.  The exit codes stand here, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
     from gpuguard.claims.claim import Claim
     from gpuguard.eligibility import Refusal
+
+# The exit codes of commands.  Those of `run` beside the job's own begin at 75.
+EXIT_NO = 1
+EXIT_USAGE = 2
+EXIT_RUNNING = 3  # a daemon guards this machine already
+EXIT_NO_DRIVER = 4
+EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
+EXIT_TIMEOUT = 124  # as timeout(1)
+EXIT_FAILED = 125  # gpuguard itself, as of env(1), timeout(1), docker run
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
 
 CROWDED = sentence(
     "shortage.processes",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import last_about
 from gpuguard.enforcement import signals
-from gpuguard.errors import BackendError, ClaimError, ClaimLost, GpuguardError, shortage
+from gpuguard.errors import EXIT_TIMEOUT, BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.processes import (
@@ -68,8 +68,6 @@ SAMPLE_SECONDS = 5.0  # between two samples for the summary: more of them would 
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
 SAMPLE_SECONDS_FAILING = 300.0  # between two reads of a driver that does not answer, which back off to this interval
 LIMITS_SECONDS_FAILING = 10.0  # that interval if the limits of the job depend on the driver's answer
-
-EXIT_TIMEOUT = 124
 
 PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,

@@ -19,7 +19,7 @@ from nvml_child import gaps_of
 from smi_files import a_program
 from sources import PACKAGE
 
-from gpuguard import cli, model
+from gpuguard import errors, model
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
@@ -370,7 +370,7 @@ def test_a_backend_that_lacks_what_its_worker_needs_is_refused(tmp_path: Path, n
     environment = with_the_backend(tmp_path, re.sub(rf"self\.{name} = .*", "pass", BY_THE_BOOK))
     refused = who("toy", environment)
 
-    assert refused.returncode == cli.EXIT_NO_DRIVER
+    assert refused.returncode == errors.EXIT_NO_DRIVER
     assert "the backend toy" in refused.stderr and "CONTRIBUTING.md" in refused.stderr
 
 

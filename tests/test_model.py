@@ -23,8 +23,19 @@ from sources import module_name, modules, tree
 
 from gpuguard import cli, errors, model
 from gpuguard.claims.claim import Claim, Lock
-from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus
+from gpuguard.cli import exit_code
+from gpuguard.errors import (
+    EXIT_FAILED,
+    EXIT_NO,
+    EXIT_NO_DRIVER,
+    EXIT_NOT_NOW,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    BackendError,
+    GpuguardError,
+    InvalidRequest,
+    NotEnoughGpus,
+)
 from gpuguard.model import (
     ALL_FIELDS,
     DEVICE_FIELDS,
@@ -310,7 +321,7 @@ def test_nothing_takes_the_text_of_an_error_apart():
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_error_has_an_exit_code_for_every_kind_of_command(name):
     error = CLASSES[name]("x")
-    run = {"NotEnoughGpus": EXIT_NOT_NOW, "WaitTimeout": EXIT_TIMEOUT}.get(name, EXIT_RUN_FAILED)
+    run = {"NotEnoughGpus": EXIT_NOT_NOW, "WaitTimeout": EXIT_TIMEOUT}.get(name, EXIT_FAILED)
     usual = EXIT_USAGE if name == "InvalidRequest" else EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
 
     assert (exit_code("run", error), exit_code("who", error)) == (run, usual)

@@ -56,7 +56,7 @@ def names_in(root: Path) -> dict[str, list[str]]:
     }
     keys = set(re.findall(r"^[|-] *`([a-z_]+)`", pages["policies"], re.MULTILINE))
     variables = set(re.findall(r"\bGPUGUARD_[A-Z]+(?:_[A-Z]+)*\b", source))
-    codes = set(re.findall(r"^EXIT_[A-Z_]+ = \d+", source, re.MULTILINE))
+    codes = set(re.findall(r"^EXIT_[A-Z_]+ = (\d+)", source, re.MULTILINE))
     kinds = {
         "options": options, "fields": fields, "metrics": metrics, "keys": keys, "variables": variables, "codes": codes,
     }  # fmt: skip

@@ -14,7 +14,20 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
+from gpuguard.errors import (
+    EXIT_FAILED,
+    EXIT_NO,
+    EXIT_NO_DRIVER,
+    EXIT_NOT_NOW,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    BackendError,
+    GpuguardError,
+    InvalidRequest,
+    NotEnoughGpus,
+    WaitTimeout,
+    shortage,
+)
 from gpuguard.locale import _, translated, use_english, use_language_of_user
 from gpuguard.sanitize import neutralise
 
@@ -68,12 +81,6 @@ _ELSEWHERE = {
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
 }
 
-EXIT_NO = 1
-EXIT_USAGE = 2
-EXIT_NO_DRIVER = 4
-EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
-EXIT_TIMEOUT = 124  # as timeout(1)
-EXIT_RUN_FAILED = 125  # as env(1), timeout(1), docker run
 SPEAK_ENGLISH = ("completion", "daemon", "metrics", "query", "schema", "serve-ssh", "slurm", "web")  # programs read it
 STARTING = ("run", "submit")  # commands whose other exit codes are the job's
 
@@ -98,7 +105,7 @@ def run_command_line(words: list[str]) -> int:
         if "GPUGUARD_DEBUG" in os.environ:
             raise
         _report(_sentence(error))
-        return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
+        return EXIT_FAILED if command in STARTING else EXIT_NO
 
 
 def _report(text: str) -> None:
@@ -120,7 +127,7 @@ def exit_code(command: str, error: GpuguardError) -> int:
     if isinstance(error, WaitTimeout) and command in ("run", "wait"):
         return EXIT_TIMEOUT
     if command in STARTING:
-        return EXIT_NOT_NOW if type(error) is NotEnoughGpus else EXIT_RUN_FAILED
+        return EXIT_NOT_NOW if type(error) is NotEnoughGpus else EXIT_FAILED
     if isinstance(error, InvalidRequest):
         return EXIT_USAGE
     return EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO

@@ -31,7 +31,7 @@ from gpuguard.cli.metrics import add_expose_option, page_server
 from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of, quantity
 from gpuguard.daemon import service
 from gpuguard.daemon.requests import status_reply
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import EXIT_NO, EXIT_RUNNING, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
 from gpuguard.metrics.server import ADDRESS, listening_address, pages
@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
     with nullcontext(True) if args.once else service.single_daemon(directory) as is_single, ExitStack() as ending:
         if not is_single:
             _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
-            return service.EXIT_RUNNING
+            return EXIT_RUNNING
         backend = open_worker(args.backend, desktop_memory=lambda: desktop_memory(lambda: directory), same_version=True)
         counter = EventCounter()
         ending.callback(backend.close)
@@ -158,7 +158,7 @@ def _reload(args: argparse.Namespace) -> int:
     if reply.faults:
         count = format_count(reply.faults, "fault")
         _print(f"{reply.path} has {count}, so the last good one guards on, as far as it is unchanged: {reply.first}")
-        return service.EXIT_FAULTY
+        return EXIT_NO
     _print(f"{reply.path} is read again: {format_count(reply.policies, 'policy', 'policies')}.")
     return 0
 

@@ -21,12 +21,12 @@ from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.daemon_client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.claims.directory import daemon_files, fault_of, open_lock
 from gpuguard.claims.disk_room import room_for_records
-from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
+from gpuguard.cli import terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.enforcement.identity import is_alive
 from gpuguard.enforcement.pauses import Pauses
-from gpuguard.errors import BackendError, ClaimError, GpuguardError
+from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, append, events_path
 from gpuguard.model import CLOCKS, WHO_FIELDS, Device

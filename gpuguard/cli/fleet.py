@@ -15,10 +15,10 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import default_backend
-from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
+from gpuguard.cli import terminal
 from gpuguard.cli.options import quantity, whole_number
 from gpuguard.cli.progress import bar
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
 from gpuguard.fleet.hosts import PROGRAM, host_names, words_of
 from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool, Reply

@@ -16,8 +16,8 @@ import os
 import sys
 from contextlib import redirect_stdout
 
-from gpuguard import cli
-from gpuguard.errors import InvalidRequest
+from gpuguard.cli import build_parser, run_command_line
+from gpuguard.errors import EXIT_NO, InvalidRequest
 from gpuguard.fleet.hosts import VIEWS, requested_words
 from gpuguard.views.text import json_text, put
 
@@ -38,8 +38,8 @@ def main(args: argparse.Namespace) -> int:
     if reason:
         content = {"schema": 1, "refused": command[:200], "reason": reason, "answered": list(VIEWS)}
         put([json_text(content, indent=None)], sys.stdout)
-        return cli.EXIT_NO
-    return cli.run_command_line([*words, *([] if "--json" in words else ["--json"])])
+        return EXIT_NO
+    return run_command_line([*words, *([] if "--json" in words else ["--json"])])
 
 
 def judged(command: str) -> tuple[list[str], str]:
@@ -53,7 +53,7 @@ def judged(command: str) -> tuple[list[str], str]:
     words = requested_words(command) if len(command) <= LONGEST else []
     if not words:
         return [], only
-    parser = cli.build_parser(words[0])
+    parser = build_parser(words[0])
     try:
         with redirect_stdout(io.StringIO()):
             given = vars(parser.parse_args(words[1:]))

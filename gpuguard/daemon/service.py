@@ -32,7 +32,7 @@ from gpuguard.daemon.requests import RequestContext, handle
 from gpuguard.daemon.server import SocketServer
 from gpuguard.daemon.upkeep import ClaimUpkeep
 from gpuguard.enforcement.limits import recover_actions
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, GpuguardError, InvalidRequest
 from gpuguard.files import version_of, write_file
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
@@ -61,7 +61,6 @@ from gpuguard.units import local_time
 from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 from gpuguard.yaml_files.decoder import Accounts
 
-EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on it is unknown what GPUs were used for
 PUBLISH_SECONDS = 3.0  # between two publications: no reader needs to know more exactly who uses which GPU
 TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is handled at once
@@ -218,7 +217,7 @@ class Daemon:
         finally:
             if self._sender:
                 self._sender.stop(5.0)
-        return (EXIT_FAULTY if file and file.faults else 0), judgement
+        return (EXIT_NO if file and file.faults else 0), judgement
 
     def serve(self, open_metrics: Callable[[], object] | None = None) -> int:
         """Watch until SIGTERM or SIGINT, and return the exit code.

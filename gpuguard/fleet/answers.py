@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpuguard.errors import EXIT_NOT_FOUND
 from gpuguard.fleet.ssh import Reply
 from gpuguard.history.queries import TIMES, DeviceTotal, SeenDevice, Watch
 from gpuguard.history.report import ClaimRow, PolicyRow, Report, UsageRow
@@ -26,7 +27,6 @@ ROWS = 4096  # of a list; one of a million would hold up the answers of all othe
 _TEXT = 400  # characters of a text
 _LINE = 300  # characters of an error that are shown
 _SSH_FAILED = 255
-_NOT_FOUND = 127
 
 Facts = Mapping[str, Any]
 
@@ -246,7 +246,7 @@ def reply_of(reply: Reply, kind: type[HostAnswer | HostReport] = HostAnswer) -> 
     except ValueError as error:
         if reply.status == 0:
             return HostReply(host, seconds, error=_("its answer cannot be read: {error}").format(error=error))
-    if reply.status == _NOT_FOUND:
+    if reply.status == EXIT_NOT_FOUND:
         fault = _("gpuguard is not on the PATH there: install it, or name it with --remote /path/to/gpuguard")
     elif reply.status == _SSH_FAILED:
         more = next((_(what).format(host=host) for word, what in _NEXT.items() if word.encode() in reply.err), "")

@@ -20,12 +20,11 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.model import (
+    DEVICE_FIELDS,
     IDLE_TOLERANCE,
     MEMORY,
     PROCESS_DETAILS,
     PROCESSES,
-    THERMAL,
-    UTILIZATION,
     ClaimRecord,
     Device,
     GpuProcess,
@@ -61,14 +60,6 @@ IDLE_BELOW = 5.0  # percent
 # taken: reaching the last step ends the job, even when it has no process on its devices.
 _SECOND_SAMPLE = (Step("log"),)
 _THIRD_SAMPLE = (Step("log"), Step("log"))
-
-# The field of a device by which a limit is judged, and its field group.  The processes must be known as well.
-_JUDGED_BY = {
-    "memory": ("memory_used", MEMORY),
-    "memory-limit": ("memory_used", MEMORY),
-    "temperature-limit": ("temperature", THERMAL),
-    "idle-limit": ("utilization", UTILIZATION),
-}
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,7 @@ class JobLimits:
     @property
     def fields(self) -> frozenset[str]:
         """The field groups that must be sampled."""
-        judged_by = (_JUDGED_BY[policy.name][1] for policy in self.policies)
+        judged_by = (DEVICE_FIELDS[_judged_by(policy)].group for policy in self.policies)
         return frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, *judged_by})
 
     def judge(
@@ -204,7 +195,7 @@ class JobLimits:
 
     def _over_share(self, own: Snapshot, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
         """Warn of each device on which the job uses more than its share, once until it has used less again."""
-        known = [device for device in own.devices if not _is_unknown(device, "memory")]
+        known = [device for device in own.devices if not _is_unknown(device, "memory_used")]
         within = {device.uuid for device in known if (_used(device) or 0) <= (self.claim.memory or 0)}
         self._reported -= {("memory", uuid) for uuid in within}
         texts = []
@@ -295,7 +286,7 @@ class JobLimits:
             (policy.name, device.uuid)
             for policy in self.policies
             for device in own.devices
-            if device.uuid in self.claim.devices and _is_unknown(device, policy.name)
+            if device.uuid in self.claim.devices and _is_unknown(device, _judged_by(policy))
         }
         lasting = (unknown & self._unknown) - self._reported
         self._unknown = unknown
@@ -314,7 +305,12 @@ def _used(device: Device) -> int | None:
     return sum(filter(None, amounts)) if amounts and None not in amounts else None
 
 
-def _is_unknown(device: Device, limit: str) -> bool:
-    if device.processes is None or not device.processes_plausible or getattr(device, _JUDGED_BY[limit][0]) is None:
+def _judged_by(policy: Policy) -> str:
+    """Return the field of a device by which a limit is judged.  The processes must be known as well."""
+    return policy.rules[0].kind.limits
+
+
+def _is_unknown(device: Device, field: str) -> bool:
+    if device.processes is None or not device.processes_plausible or getattr(device, field) is None:
         return True
-    return limit in MEMORY_LIMITS and any(process.memory_used is None for process in device.processes)
+    return field == "memory_used" and any(process.memory_used is None for process in device.processes)

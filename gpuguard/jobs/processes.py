@@ -24,7 +24,14 @@ from gpuguard.backends import spawn
 from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
 from gpuguard.claims.unlock import in_use
 from gpuguard.enforcement import signals
-from gpuguard.errors import BackendError, ClaimError, shortage
+from gpuguard.errors import (
+    EXIT_FAILED,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    BackendError,
+    ClaimError,
+    shortage,
+)
 from gpuguard.locale import _, ngettext, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, SignalName
@@ -41,10 +48,6 @@ if TYPE_CHECKING:
     from gpuguard.model import Device, EndOfClaim, EventKind, Snapshot
 
     Process = tuple[int, float]  # pid, start time in seconds since boot
-
-EXIT_FAILED = 125  # of gpuguard itself
-EXIT_NOT_EXECUTABLE = 126
-EXIT_NOT_FOUND = 127
 
 NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile

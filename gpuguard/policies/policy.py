@@ -138,6 +138,10 @@ class BelowTemperature:
 
     below: Annotated[float, parse_celsius]
 
+    def is_met(self, device: Device) -> bool:
+        """Return whether *device* is cooler than that, or its temperature is unknown."""
+        return device.temperature is None or device.temperature < self.below
+
 
 @dataclass(frozen=True)
 class BelowPower:
@@ -148,6 +152,11 @@ class BelowPower:
     """
 
     below: Annotated[Amount, parse_power_amount]
+
+    def is_met(self, device: Device) -> bool:
+        """Return whether *device* draws less than that, or one of the two is unknown."""
+        limit = self.below.of(device.power_limit)
+        return device.power_draw is None or limit is None or device.power_draw < limit
 
 
 @dataclass(frozen=True)
@@ -165,19 +174,12 @@ class Until:
     power: BelowPower | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature or self.power):
+        if not any(vars(self).values()):
             raise InvalidRequest(_("nothing is said: write temperature or power, each with `below`."))
 
     def is_reached(self, device: Device | None) -> bool:
         """Return whether a pause need not go on because of *device*."""
-        if device is None:
-            return True
-        values: list[tuple[float | None, float | None]] = []
-        if self.temperature:
-            values.append((device.temperature, self.temperature.below))
-        if self.power:
-            values.append((device.power_draw, self.power.below.of(device.power_limit)))
-        return all(value is None or below is None or value < below for value, below in values)
+        return device is None or all(below.is_met(device) for below in vars(self).values() if below)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ import shutil
 import subprocess
 import sys
 
-from gpuguard.cli import EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT
 from gpuguard.cli.run import durations_of
 from gpuguard.cli.submit.words import inner_words, python_words, say_queued
 from gpuguard.cli.terminal import print_notice
-from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.errors import EXIT_FAILED, EXIT_NOT_NOW, EXIT_TIMEOUT, GpuguardError, InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
@@ -47,7 +46,7 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
             ).format(words=words[0])
         )
     # srun ends with these if the job did not start, so that the exit codes are those of `gpuguard run`.
-    own = {"SLURM_EXIT_ERROR": EXIT_RUN_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
+    own = {"SLURM_EXIT_ERROR": EXIT_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
     environment = {**os.environ, **{name: str(code) for name, code in own.items()}}
     if args.attach:
         sys.stdout.flush()
