@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.units import NOT_AVAILABLE
@@ -274,10 +275,7 @@ class UserTotal:
 def uses(snapshot: Snapshot, stats: Processes | None = None) -> tuple[DeviceUse, ...]:
     """Return each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
     quarantined = dict(snapshot.quarantined)
-    by_device: dict[str, list[ClaimRecord]] = {}
-    for claim in snapshot.claims:
-        for uuid in claim.devices:
-            by_device.setdefault(uuid, []).append(claim)
+    by_device = grouped((uuid, claim) for claim in snapshot.claims for uuid in claim.devices)
     # Each device is given only the claims and gaps that can concern it: to go through all of them for each device is
     # quadratic work.
     gaps = tuple(gap for gap in snapshot.gaps if gap.device is None)

@@ -21,6 +21,7 @@ from gpuguard.device_state import (
     unlisted_memory,
     user_label,
 )
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import nsentence, sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
@@ -535,11 +536,9 @@ def sharing_on(device: Device, claims: Sequence[ClaimRecord], owners: Mapping[in
     If several records name one slot, the one with the most memory counts, so that a small lie beside it changes
     nothing.
     """
-    of_slot: dict[str, list[ClaimRecord]] = {}
-    for record in claims:
-        for slot in record.slots:
-            if slot.startswith(f"{device.uuid}."):
-                of_slot.setdefault(slot, []).append(record)
+    of_slot = grouped(
+        (slot, record) for record in claims for slot in record.slots if slot.startswith(f"{device.uuid}.")
+    )
     best = [max(records, key=lambda record: _believed(record, device)) for records in of_slot.values()]
     known = tuple(record for record in best if _believed(record, device))
     return Sharing(known, len(best) - len(known), owners)

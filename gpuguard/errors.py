@@ -163,7 +163,7 @@ class NotEnoughGpus(GpuguardError):
         advice: str = "",
         see: str = "",
     ) -> None:
-        super().__init__("\n".join([translated(headline), *reasons, *filter(None, (advice, see))]))
+        super().__init__(all_of((headline, *reasons, *filter(None, (advice, see))), "\n"))
         self.headline, self.reasons, self.advice, self.see = headline, tuple(reasons), advice, see
         self.wanted = wanted
         self.available = available

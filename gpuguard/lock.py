@@ -41,7 +41,7 @@ from gpuguard.errors import (
     passing,
 )
 from gpuguard.locale import _, translated
-from gpuguard.locale.messages import sentence
+from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import (
     HEALTH,
     IDLE_PROCESSES,
@@ -453,16 +453,11 @@ class Allocator:
             and device.uuid not in divided  # naming it would allow all of its instances
             and (allowed is None or allowed & {device.uuid, device.parent_uuid})
         )
-        fault = next(iter(faults.values()))
-        fault = (
-            fault
-            if len(faults) == 1
-            else _("{count} GPUs cannot be locked, the first one because {fault}").format(
-                count=len(faults), fault=fault
-            )
-        )
-        reasons = dict.fromkeys([*request.within_reason.split("; "), *fault.split("; ")])  # each once
-        return replace(request, within=left, within_reason="; ".join(filter(None, reasons)))
+        reason, fault = request.within_reason, next(iter(faults.values()))
+        several = _("{count} GPUs cannot be locked, the first one because {fault}")
+        text = fault if len(faults) == 1 else several.format(count=len(faults), fault=fault)
+        reason = reason if text in reason else all_of(filter(None, (reason, text)))  # each once
+        return replace(request, within=left, within_reason=reason)
 
     def _fields_of(self, requests: Sequence[Request]) -> frozenset[str]:
         return frozenset().union(*(fields_needed(request) for request in requests))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.deadline import in_time
 from gpuguard.errors import shortage
+from gpuguard.grouping import grouped
 from gpuguard.model import GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import certain_owner, user_name
 
@@ -278,9 +279,7 @@ def descendants(pid: int) -> dict[int, Stat]:
     Raises OSError if no descriptor is left.
     """
     everything = processes()
-    children: dict[int, list[int]] = {}
-    for child, stat in everything.items():
-        children.setdefault(stat.parent, []).append(child)
+    children = grouped((stat.parent, child) for child, stat in everything.items())
     below: dict[int, Stat] = {}
     todo = [pid]
     while todo:

@@ -26,6 +26,7 @@ from typing import Any
 from gpuguard.backends import replay
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file
+from gpuguard.grouping import grouped
 from gpuguard.jsonio import decode
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
@@ -95,11 +96,7 @@ class Recording:
 
     def jobs(self) -> dict[tuple[str, str], list[RecordedRow]]:
         """Return (host, job) -> its samples, in order of time."""
-        found: dict[tuple[str, str], list[RecordedRow]] = {}
-        for row in self.rows:
-            if row.job:
-                found.setdefault((row.host, row.job), []).append(row)
-        return found
+        return grouped(((row.host, row.job), row) for row in self.rows if row.job)
 
     def holes(self, longest: float) -> int:
         """Count the pauses of more than *longest* seconds between two samples of the same job."""
@@ -211,9 +208,7 @@ def _number(place: str, column: str, cell: str, scale: float) -> float | None:
 
 
 def _distances(rows: Iterable[RecordedRow]) -> list[float]:
-    times: dict[tuple[str, str, str], list[float]] = {}
-    for row in rows:
-        times.setdefault((row.host, row.device, row.job), []).append(row.time)
+    times = grouped(((row.host, row.device, row.job), row.time) for row in rows)
     return [later - earlier for seen in times.values() for earlier, later in pairwise(seen) if later > earlier]
 
 
@@ -237,17 +232,13 @@ def views_of(recording: Recording, uid_of: Numbering) -> Iterator[Iterator[RuleV
     if recording.replayed:
         yield from recording.replayed()
         return
-    of_host: dict[str, list[RecordedRow]] = {}
-    for row in recording.rows:
-        of_host.setdefault(row.host, []).append(row)
-    for host, rows in of_host.items():
+    for host, rows in grouped((row.host, row) for row in recording.rows).items():
         yield _views_of_table(host, rows, recording, uid_of)
 
 
 def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, uid_of: Numbering) -> Iterator[RuleView]:
     pid_of, index_of = _numbering(_FIRST_PID), _numbering(0)
     begun: dict[str, float] = {}
-    grouped = "groups" in recording.columns
     for now in _together(rows, recording.interval / 2):
         at = now[0].time
         clock = at + _CLOCK - recording.start
@@ -265,7 +256,9 @@ def _views_of_table(host: str, rows: list[RecordedRow], recording: Recording, ui
         # The claims of that time are unknown, so a rule that asks about them must find nothing.
         gap = Gap(None, "claims", _NO_CLAIMS)
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
-        groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
+        groups = (
+            {uid_of(row.user): frozenset(row.groups.split()) for row in now} if "groups" in recording.columns else {}
+        )
         yield RuleView(snapshot, host=host_uses, groups=groups)
 
 

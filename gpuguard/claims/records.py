@@ -37,6 +37,7 @@ from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
+from gpuguard.grouping import grouped
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale.messages import cut, dumps, plain, sentence
 from gpuguard.model import ClaimRecord, Snapshot
@@ -218,10 +219,8 @@ def files_by_user(directory: LockDirectory, is_wanted: Callable[[str], bool]) ->
                 files[key] = (status.st_uid, status.st_ctime) if status else known[key]
     _owners[directory.records] = files
     whose = accountable_uids({uid for uid, _since in files.values()})
-    of_user: dict[int, list[tuple[float, str]]] = {}
-    for since, name, uid in sorted((since, name, uid) for (name, _inode), (uid, since) in files.items()):
-        of_user.setdefault(whose[uid], []).append((since, name))
-    return of_user
+    oldest_first = sorted((since, name, uid) for (name, _inode), (uid, since) in files.items())
+    return grouped((whose[uid], (since, name)) for since, name, uid in oldest_first)
 
 
 def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuguard.grouping import grouped
 from gpuguard.history.audit_log import Line, devices_of, facts_of, uids_of
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
 from gpuguard.history.schema import NOBODY_KNOWS
@@ -127,12 +128,8 @@ def _users(
 
 def _groups(users: Iterable[UsageRow], groups_of: Callable[[int], Collection[str]]) -> list[UsageRow]:
     """Add up the members of each group; a user in several groups counts in each of them."""
-    members: dict[str, list[UsageRow]] = {}
-    for row in users:
-        assert row.uid is not None
-        for name in groups_of(row.uid) or ("(in no group)",):
-            members.setdefault(name, []).append(row)
-    return _sums(members)
+    known = ((row.uid, row) for row in users if row.uid is not None)
+    return _sums(grouped((name, row) for uid, row in known for name in groups_of(uid) or ("(in no group)",)))
 
 
 def _sums(members: Mapping[str, Iterable[UsageRow]]) -> list[UsageRow]:
@@ -161,10 +158,7 @@ def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Repor
     width = max((watch.width for watch in watches.values()), default=0)
     without_end = [report.claims_without_end or 0 for report in reports.values()]
     rows = [] if by in FROM_LOG else with_hosts("rows")
-    members: dict[str, list[UsageRow]] = {}
-    for row in rows:
-        members.setdefault(row.name, []).append(row)
-    sums = _sums(members) if by in ("user", "group") else []
+    sums = _sums(grouped((row.name, row) for row in rows)) if by in ("user", "group") else []
     return Report(
         by,
         Watch(begin, end, seen, max(known) if known and len(known) == len(begins) else None, width),

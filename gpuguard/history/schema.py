@@ -27,6 +27,7 @@ from gpuguard.device_state import (
     mean_watts,
     usable_devices,
 )
+from gpuguard.grouping import grouped
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
 Row = tuple[float | None, ...]
@@ -150,10 +151,7 @@ def _user_rows(
     instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
     listed = _listed([device, *instances])
-    owners: dict[int, list[ClaimRecord]] = {}
-    for record in here:
-        if record.uid >= 0:
-            owners.setdefault(record.uid, []).append(record)
+    owners = grouped((record.uid, record) for record in here if record.uid >= 0)
     working = [claim_of(process, here, {}) for process in listed or ()]
     for uid, own in owners.items():
         some = listed is None or any(record in working for record in own)

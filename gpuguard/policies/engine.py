@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES
@@ -282,9 +283,7 @@ def evaluate(
             notes += judged[1]
     # Steps with the same target are bundled, so that a process on eight devices is warned once.  The oldest step stands
     # for the others.
-    bundles: dict[object, list[DueStep]] = {}
-    for step in sorted(due, key=lambda step: step.order):
-        bundles.setdefault(_victim(step), []).append(step)
+    bundles = grouped((_victim(step), step) for step in sorted(due, key=lambda step: step.order))
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
     notes += against
     verdicts = []
@@ -610,9 +609,7 @@ def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:
 
 
 def _join(left: Iterable[Finding], right: Iterable[Finding], index: SampleIndex) -> Iterator[Finding]:
-    by_device: dict[str | None, list[Finding]] = {}
-    for finding in right:
-        by_device.setdefault(finding.subject.device, []).append(finding)
+    by_device = grouped((finding.subject.device, finding) for finding in right)
     anywhere = by_device.get(None, [])
     everywhere = [finding for findings in by_device.values() for finding in findings]
     for finding in left:
@@ -715,9 +712,8 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
-    at_once: dict[str, list[Hit]] = {}  # by policy: of steps that are taken now, or have not shown their effect yet
-    for effect in memory.effects.values():
-        at_once.setdefault(effect.policy, []).append(effect.hit)
+    # By policy: of steps that are taken now, or have not shown their effect yet.
+    at_once = grouped((effect.policy, effect.hit) for effect in memory.effects.values())
     held, notes = _breaker(due, hits)
     allowed = []
     for step in _in_turns(due, hits, jobs, index):
@@ -841,10 +837,7 @@ def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str],
     One user alone never trips a breaker, however many processes they have, because otherwise all others would be safe
     behind that user.  Clocks and existing claims do not go wrong in this way.
     """
-    by_policy: dict[str, list[DueStep]] = {}
-    for step in due:
-        if id(step) in hits:
-            by_policy.setdefault(step.policy.name, []).append(step)
+    by_policy = grouped((step.policy.name, step) for step in due if id(step) in hits)
     held, notes = set[str](), list[Note]()
     for name, steps in by_policy.items():
         policy = steps[0].policy

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.locale import _
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Finding, GpuProcess, Subject
@@ -95,10 +96,11 @@ class QuotaRule(Rule):
             accounts.append((sentence("quota.group", "group {group}", group=group), members, joint))
         found: dict[int, Finding] = {}  # a user in two groups is found once
         for owner, uids, held in accounts:
-            reasons: dict[int, list[str]] = {}
-            for count, why in self._excesses(view, owner, uids, held):
-                for place in range(len(held) - count, len(held)):
-                    reasons.setdefault(place, []).append(why)
+            reasons = grouped(
+                (place, why)
+                for count, why in self._excesses(view, owner, uids, held)
+                for place in range(len(held) - count, len(held))
+            )
             for place, whys in reasons.items():
                 holding = held[place]
                 finding = Finding("quota", holding.subject, all_of(whys), tuple(holding.processes))
@@ -223,10 +225,8 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             held.memory_used += process.memory_used or 0
             if all(process.pid != other.pid for other in held.processes):
                 held.processes.append(process)
-    of_user: dict[int, list[_Holding]] = {}
-    for holding in sorted(found.values(), key=lambda own: (own.since, not own.processes, key_of(own.subject))):
-        of_user.setdefault(holding.subject.uid or 0, []).append(holding)
-    return of_user
+    in_order = sorted(found.values(), key=lambda own: (own.since, not own.processes, key_of(own.subject)))
+    return grouped((holding.subject.uid or 0, holding) for holding in in_order)
 
 
 def _excess(oldest_first: Sequence[_Holding], measure: Callable[[Iterable[_Holding]], float], limit: float) -> int:

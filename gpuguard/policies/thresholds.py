@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from gpuguard.device_state import claims_on, device_title, usable_devices
 from gpuguard.errors import InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
@@ -301,9 +302,7 @@ class ProcessesRule(Rule):
         """Return the processes of the newest jobs, each job whole, without which there are not too many."""
         members = {member_of(process, view): process for process in finding.processes}
         came = {member: self._came(member, finding, view) for member in members}
-        jobs: dict[str, list[JobMember]] = {}
-        for member, name in jobs_of(members).items():
-            jobs.setdefault(name, []).append(member)
+        jobs = grouped((name, member) for member, name in jobs_of(members).items())
         left, excess = len(members), list[GpuProcess]()
         for job in sorted(jobs.values(), key=lambda job: max(map(came.__getitem__, job)), reverse=True):
             if left > self.above:

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, ClassVar, Protocol
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
@@ -188,10 +189,7 @@ def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
         for process in processes:
             yield process_subject(device, process), process.memory_used, (process,)
     elif per == "user":
-        of_user: dict[int | None, list[GpuProcess]] = {}
-        for process in processes:
-            of_user.setdefault(process.uid, []).append(process)
-        for own in of_user.values():
+        for own in grouped((process.uid, process) for process in processes).values():
             subject = Subject("user", device=device.uuid, uid=own[0].uid, user=own[0].user)
             yield subject, _known_memory(own), tuple(own)
     else:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 
 HORIZON_SECONDS = 86400.0  # a job of unknown length keeps no further away from a reservation than this
@@ -100,11 +101,9 @@ def calendar(
         return uuid not in availability.users, is_free, dislike.get(uuid, 0.0), uuid
 
     order = sorted({uuid for reservation in reservations for uuid in reservation.devices}, key=rank)
-    spans: dict[str, list[ReservedSpan]] = {}
-    for group in _groups([reservation for reservation in reservations if reservation.ends > now]):
-        for uuid, span in _kept(group, availability, now, order):
-            # An instance does not keep its GPU: that cannot be had whole, and its other instances stay free.
-            spans.setdefault(uuid, []).append(span)
+    to_come = _groups([reservation for reservation in reservations if reservation.ends > now])
+    # An instance does not keep its GPU: that cannot be had whole, and its other instances stay free.
+    spans = grouped(kept for group in to_come for kept in _kept(group, availability, now, order))
     return {uuid: sorted(kept, key=lambda span: span.begins) for uuid, kept in spans.items()}
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.locale import _
 from gpuguard.request import Request
 from gpuguard.units import parse_duration, parse_leftover, parse_percent
@@ -196,9 +197,7 @@ def _by_fair_share(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> lis
     Where usage is not counted, and the claim that just ended was the only one, no user is charged anything.  Without
     the last start, all tickets of a user who came first with many would then start before those of others.
     """
-    of_user: dict[int, list[Ticket]] = {}
-    for ticket in reversed(tickets):  # so that pop() gives the oldest
-        of_user.setdefault(ticket.owner, []).append(ticket)
+    of_user = grouped((ticket.owner, ticket) for ticket in reversed(tickets))  # so that pop() gives the oldest
     served = {uid: max(ticket.served or 0.0 for ticket in own) for uid, own in of_user.items()}
     users = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
     heapq.heapify(users)

@@ -29,6 +29,7 @@ from gpuguard.claims.restrictions import (
 )
 from gpuguard.eligibility import Sharing
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Snapshot
@@ -238,11 +239,8 @@ def _machine(
     sharing: Mapping[str, Sharing],
     now: float,
 ) -> Machine:
-    relatives: dict[str, list[str]] = {}
-    for device in snapshot.devices:
-        if device.parent_uuid:
-            relatives.setdefault(device.uuid, []).append(device.parent_uuid)
-            relatives.setdefault(device.parent_uuid, []).append(device.uuid)
+    parts = [(device.uuid, device.parent_uuid) for device in snapshot.devices if device.parent_uuid]
+    relatives = grouped(pair for part, whole in parts for pair in ((part, whole), (whole, part)))
     return Machine(
         {request: fit(snapshot, request, facts, sharing) for request in requests},
         last_ends(facts.claims, lambda claim: claim.ends),

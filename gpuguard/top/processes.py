@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.model import ProcessIdentity
 from gpuguard.procfs import read_memory, start_time
@@ -50,14 +51,13 @@ class ProcessRow:
 
 def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
     """Return every process that *view* lets through, in the order of *view*."""
-    together: dict[tuple[int, float | None], list[tuple[DeviceUse, ProcessUse]]] = {}
-    for use in scene.uses:
-        if view.devices and use.device.uuid not in view.devices:
-            continue
-        for running in use.processes or ():
-            if view.compute_only and not may_compute(running.process, use.device):
-                continue
-            together.setdefault((running.process.pid, running.process.start_time), []).append((use, running))
+    together = grouped(
+        ((running.process.pid, running.process.start_time), (use, running))
+        for use in scene.uses
+        if not view.devices or use.device.uuid in view.devices
+        for running in use.processes or ()
+        if not view.compute_only or may_compute(running.process, use.device)
+    )
     rows = [row for row in (_row(scene, places) for places in together.values()) if _wanted(row, view)]
     return sorted(rows, key=_key(view), reverse=view.reverse)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuguard.device_state import DeviceUse
+from gpuguard.grouping import grouped
 from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import Ticket
@@ -163,10 +164,12 @@ class History:
             rings["power"].append(device.power_draw)
         for uuid in set(self.devices) - {device.uuid for device in scene.snapshot.devices}:
             del self.devices[uuid]
-        running: dict[ProcessIdentity, list[GpuProcess]] = {}
-        for process in (process for device in scene.snapshot.devices for process in device.processes or ()):
-            if process.start_time is not None:
-                running.setdefault((process.pid, process.start_time), []).append(process)
+        running = grouped(
+            ((process.pid, process.start_time), process)
+            for device in scene.snapshot.devices
+            for process in device.processes or ()
+            if process.start_time is not None
+        )
         for identity, parts in running.items():
             moments = self.processes.setdefault(identity, deque(maxlen=KEPT))
             moments.append(moment_of(parts, scene.host.get(identity)))

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.device_state import EXACT_STATES, UserTotal
-from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
+from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
@@ -179,10 +180,12 @@ def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width
 
 def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
     """Return a table of what users have on all hosts together."""
-    totals: dict[str, list[HostUser]] = {}
-    for reply in replies:
-        for user in reply.answer.users[:SHOWN_ROWS] if reply.answer is not None else ():
-            totals.setdefault(_name(user.user), []).append(user)
+    totals = grouped(
+        (_name(user.user), user)
+        for reply in replies
+        if reply.answer is not None
+        for user in reply.answer.users[:SHOWN_ROWS]
+    )
     rows = []
     for name, on_hosts in totals.items():
         devices, processes, claimed, idle = (

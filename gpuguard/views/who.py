@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpuguard import device_state
 from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Snapshot
@@ -231,13 +232,12 @@ def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[
     They are only about what the screen shows; *shown* holds the uuids of its devices, or None for all.
     """
     hidden = set() if shown is None else {device.uuid for device in snapshot.devices} - set(shown)
-    unknown: dict[tuple[str | None, str], list[str]] = {}
-    for gap in snapshot.gaps:
-        if gap.field not in _NOT_SHOWN and gap.device not in hidden:
-            unknown.setdefault((gap.device, gap.reason), []).append(gap.field)
-    alike: dict[tuple[str, str], list[str | None]] = {}
-    for (device, reason), names in unknown.items():
-        alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
+    unknown = grouped(
+        ((gap.device, gap.reason), gap.field)
+        for gap in snapshot.gaps
+        if gap.field not in _NOT_SHOWN and gap.device not in hidden
+    )
+    alike = grouped(((", ".join(sorted(names)), reason), device) for (device, reason), names in unknown.items())
     known = {device.uuid: device.label for device in snapshot.devices}
     lines = []
     for (fields, reason), uuids in alike.items():
