@@ -35,12 +35,14 @@ class Vendor:
     compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
     device_node: str  # followed by the minor number of the device
     nodes: tuple[str, ...]  # the nodes that only users of this driver have open, as globs
+    may_lack_nodes: bool  # its programs may compute where it has no node at all, as under WSL
     major: int  # of the nodes of devices, or 0 if --isolate does not know them
     last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
     capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
     capability_node: str  # followed by the minor number of such a node
     capability_minors: str  # the file that says which of these nodes is which
     versions: tuple[str, ...]  # files that say the version of the loaded kernel module
+    programs: tuple[str, ...]  # services and tools of the driver, as globs of their names
 
     def kernel_version(self) -> str | None:
         """Return the version of the loaded kernel module, "580.65.06", or None if it does not say."""
@@ -67,16 +69,32 @@ NVIDIA = Vendor(
     compute_node="/dev/nvidia-uvm",
     device_node="/dev/nvidia",
     nodes=("/dev/nvidia*", "/dev/nvidia-caps/*"),
+    may_lack_nodes=True,
     major=195,  # Documentation/admin-guide/devices.txt of Linux
     last_minor=247,  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl
     capabilities="nvidia-caps",
     capability_node="/dev/nvidia-caps/nvidia-cap",
     capability_minors="/proc/driver/nvidia-caps/mig-minors",  # "gpu0/gi1/ci0/access 13"
     versions=("/sys/module/nvidia/version", "/proc/driver/nvidia/version"),
+    programs=(
+        "nvidia-persistenced",
+        "nv-hostengine",
+        "nvidia-cuda-mps-*",
+        "nv-fabricmanager",
+        "nvidia-imex",
+        "nvidia-powerd",
+        "nvidia-smi",
+        "dcgm*",
+        "nvitop",
+        "gpustat",
+    ),
 )
+
+MPS_SERVER = "nvidia-cuda-mps-server"  # the program
 
 # The nodes of all GPUs of DRM drivers: /dev/dri/cardN has the minor N, /dev/dri/renderDN the minor N.
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt of Linux
+DRM_NODES = "/dev/dri/*"  # as a glob
 
 AMD = Vendor(
     name="amd",
@@ -92,13 +110,15 @@ AMD = Vendor(
     control_node="/dev/kfd",
     compute_node="/dev/kfd",
     device_node="/dev/dri/renderD",
-    nodes=(),  # the render nodes are those of all vendors
+    nodes=("/dev/kfd",),  # its nodes in DRM_NODES say which GPU is used
+    may_lack_nodes=False,
     major=DRM_MAJOR,
     last_minor=255,
     capabilities="",
     capability_node="",
     capability_minors="",
     versions=("/sys/module/amdgpu/version",),
+    programs=("rdcd", "amdgpu_top", "amd_smi_exporter", "radeontop"),
 )
 
 INTEL = Vendor(
@@ -117,12 +137,14 @@ INTEL = Vendor(
     compute_node="",
     device_node="/dev/dri/renderD",
     nodes=(),
+    may_lack_nodes=False,
     major=DRM_MAJOR,
     last_minor=255,
     capabilities="",
     capability_node="",
     capability_minors="",
     versions=("/sys/module/xe/version", "/sys/module/i915/version"),
+    programs=("xpumd", "xpu-smi", "intel_gpu_top"),
 )
 
 MTHREADS = Vendor(
@@ -140,12 +162,14 @@ MTHREADS = Vendor(
     compute_node="",
     device_node="/dev/mtgpu.",
     nodes=("/dev/mtgpu*",),
+    may_lack_nodes=False,
     major=0,
     last_minor=0,
     capabilities="",
     capability_node="",
     capability_minors="",
     versions=("/sys/module/mtgpu/version",),
+    programs=("mthreads-gmi",),
 )
 
 VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD, INTEL, MTHREADS)}

@@ -548,7 +548,7 @@ def a_verdict(uid: int, *gib: int) -> Verdict:
 
 def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     read = identity.facts_of
-    monkeypatch.setattr(identity, "facts_of", lambda pid: replace(read(pid), command="python -m ipykernel_launcher"))
+    monkeypatch.setattr(identity, "facts_of", lambda *of: replace(read(*of), command="python -m ipykernel_launcher"))
     assert scene.act().wait == pytest.approx(600, abs=1)
     clock = procfs.boot_clock
 

@@ -78,12 +78,11 @@ def unseen_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return listdir(path)
 
     monkeypatch.setattr(identity.os, "listdir", list_directory)
-    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": FULL})
-    monkeypatch.setattr(identity, "DRIVER_NODES", ())
+    monkeypatch.setattr(identity, "NODES", (FULL,))
 
 
 def uses_driver(pid: int) -> bool | None:
-    facts = identity.facts_of(pid)
+    facts = identity.facts_of(pid, (frozenset({os.stat(FULL).st_rdev}),))
     assert facts is not None
     return facts.uses_driver
 
@@ -156,7 +155,7 @@ def test_what_a_process_has_mapped_is_never_in_memory_at_once(monkeypatch: pytes
     monkeypatch.setattr(identity, "_threads", lambda pid: [])
     tracemalloc.start()
     try:
-        assert not identity._maps_the_driver(1)
+        assert list(identity._mapped_nodes(1)) == []
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -306,7 +305,7 @@ def test_whoever_has_the_driver_open_in_a_program_of_the_system_is_ended_though_
     (open_place / "vanish.c").write_text(VANISH)
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, open_place / "vanish.c", "-ldl"], check=True)
     library.chmod(0o755)
-    monkeypatch.setattr(identity, "_uses_driver", lambda pid: (True, False))  # no driver is here to be opened
+    monkeypatch.setattr(identity, "_uses_driver", lambda pid, drivers: (True, False))  # no driver is here to be opened
     with a_scene(program, env={"LD_PRELOAD": str(library)}) as scene:
         until(lambda: Path(f"/proc/{scene.pid}/comm").read_text().strip() == os.path.basename(program))
         until(lambda: str(library) not in Path(f"/proc/{scene.pid}/maps").read_text())

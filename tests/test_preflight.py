@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from gpuguard.enforcement.limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Event, GpuProcess
+from gpuguard.vendors import AMD, INTEL, MTHREADS, NVIDIA, VENDORS, Vendor
 
 Patch = pytest.MonkeyPatch
 Innocent = Callable[[Scene, Patch], object]
@@ -46,7 +49,7 @@ def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
 
 
 def without_the_driver(scene: Scene, patch: Patch) -> None:
-    patch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/full"})
+    patch.setattr(preflight, "driver_nodes", lambda devices: (frozenset({os.stat("/dev/full").st_rdev}),))
     patch.setattr(scene.machine, "simulated", False)
 
 
@@ -72,7 +75,7 @@ def facts_become(**change: Any) -> Innocent:
     """What /proc says of the offender from now on."""
     read = identity.facts_of
     return lambda scene, patch: patch.setattr(
-        identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, **change)
+        identity, "facts_of", lambda *of: (facts := read(*of)) and replace(facts, **change)
     )
 
 
@@ -214,6 +217,82 @@ def test_without_its_check_that_innocent_is_hit(scene, monkeypatch, innocent, ch
 
     assert scene.act().word == "sent"
     assert scene.dies()
+
+
+# Nodes that every user can open stand for those of GPUs.  The device that is meant has the render node 5.
+KFD, RENDER, OTHER_RENDER, CARD = "/dev/full", "/dev/zero", "/dev/random", "/dev/urandom"
+MOORE = replace(MTHREADS, nodes=(KFD,))
+DESKTOP = {"kind": "graphics", "memory_used": GIB}
+
+
+@contextmanager
+def on_a_gpu_of(vendor: Vendor, patch: Patch, place: Path, minor: int | None, opened: str) -> Iterator[Scene]:
+    """An offender on a GPU of *vendor*, with one node open."""
+    patch.setattr(identity, "DRM_MAJOR", 1)
+    patch.setattr(identity, "DRM_SIBLINGS", f"{place}/{{minor}}/*/dev")
+    for path in (RENDER, CARD):
+        node = os.stat(path).st_rdev
+        (folder := place / "5" / os.path.basename(path)).mkdir(parents=True)
+        (folder / "dev").write_text(f"{os.major(node)}:{os.minor(node)}\n")
+    patch.setitem(VENDORS, vendor.name, replace(vendor, major=vendor.major and 1))
+    with open(opened, "rb") as node_of_it, a_scene(stdin=node_of_it) as scene:
+        patch.setattr(scene.machine, "simulated", False)
+        scene.machine.change(0, vendor=vendor.name, minor_number=minor)
+        scene.snapshot = scene.machine.sample((), None)
+        yield scene
+
+
+AMDS = replace(AMD, nodes=(KFD,))
+OF_OTHER_VENDORS: dict[str, tuple[Vendor, int | None, str, dict[str, Any], set[str]]] = {
+    "computes by KFD": (AMDS, 5, KFD, {}, set()),
+    "computes by Vulkan": (AMDS, 5, RENDER, {}, set()),
+    "computes by the card node": (AMDS, 5, CARD, {}, set()),
+    "a shell with a pid that KFD remembers": (AMDS, 5, os.devnull, {}, {"driver"}),
+    "has another GPU open": (AMDS, 5, OTHER_RENDER, {}, {"driver"}),
+    "a desktop": (AMDS, 5, CARD, DESKTOP, {"kind"}),
+    "computes on Intel's": (INTEL, 5, RENDER, {}, set()),
+    "uses the driver of another vendor": (INTEL, 5, KFD, {}, {"driver"}),
+    "on a GPU whose node is not known": (INTEL, None, RENDER, {}, {"driver"}),
+    "computes on one of Moore Threads": (MOORE, 0, KFD, {}, set()),
+    "is not on one of Moore Threads": (MOORE, 0, RENDER, {}, {"driver"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "minor", "opened", "row", "against"), OF_OTHER_VENDORS.values(), ids=OF_OTHER_VENDORS
+)
+def test_on_a_gpu_of_another_vendor_only_who_has_its_own_node_open_is_hit(
+    monkeypatch, tmp_path, vendor, minor, opened, row, against
+):
+    with on_a_gpu_of(vendor, monkeypatch, tmp_path, minor, opened) as scene:
+        scene.row(**row)
+
+        assert scene.against() == against
+        switch_off(monkeypatch, *against)
+        assert scene.act().word == "sent", "and only that check protects it"
+        assert scene.dies()
+
+
+def test_a_driver_without_a_node_is_doubt_unless_it_is_nvidias(monkeypatch):
+    missing = "/dev/there-is-none"
+    for vendor in (NVIDIA, AMD, INTEL, MTHREADS):
+        patched = replace(vendor, control_node=missing, nodes=(missing,))
+        monkeypatch.setitem(VENDORS, vendor.name, patched)
+    nodes = [identity.driver_nodes([a_device(vendor=name, minor_number=None)]) for name in VENDORS]
+
+    assert dict(zip(VENDORS, nodes, strict=True)) == {
+        "nvidia": (), **dict.fromkeys(("amd", "intel", "mthreads"), (frozenset(),))
+    }  # fmt: skip
+
+
+def test_whoever_is_on_gpus_of_two_vendors_must_have_both_drivers_open():
+    zero, full = (frozenset({os.stat(path).st_rdev}) for path in ("/dev/zero", "/dev/full"))
+    with open("/dev/zero", "rb"):
+        one, both = (identity.facts_of(os.getpid(), drivers) for drivers in ((zero,), (zero, full)))
+        with open("/dev/full", "rb"):
+            now = identity.facts_of(os.getpid(), (zero, full))
+
+    assert [facts and facts.uses_driver for facts in (one, both, now)] == [True, False, True]
 
 
 def under_mps_of_their_own(scene: Scene, _: Patch) -> None:
@@ -560,7 +639,7 @@ def test_of_a_client_of_roots_mps_server_it_is_said_who_would_suffer(target):
 
 @pytest.mark.parametrize(("check", "change", "said"), EDGES)
 def test_a_check_speaks_from_its_edge_on(target, monkeypatch, check, change, said):
-    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": os.devnull})
+    monkeypatch.setattr(preflight, "driver_nodes", lambda devices: (frozenset({1}),))
     found = CHECKS[check](change(target))
 
     assert found is None if said is None else said in str(found)
@@ -578,7 +657,7 @@ def test_a_path_is_read_as_a_program_like_the_program_itself_so_that_one_that_ha
 
 
 def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, monkeypatch):
-    monkeypatch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/there-is-none"})
+    monkeypatch.setitem(VENDORS, "nvidia", replace(NVIDIA, control_node="/dev/there-is-none"))
 
     assert CHECKS["driver"](of_a_driver(facts(uses_driver=None))(target)) is None
 

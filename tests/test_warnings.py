@@ -130,7 +130,7 @@ def test_the_real_user_of_a_process_is_warned_whatever_rights_it_has_taken(monke
 
 def changed(patch, change):
     read = identity.facts_of
-    patch.setattr(identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, uids=change(facts.uids)))
+    patch.setattr(identity, "facts_of", lambda *of: (facts := read(*of)) and replace(facts, uids=change(facts.uids)))
 
 
 def about_a_claim(scene: Scene, **facts) -> actions.ActionOutcome:

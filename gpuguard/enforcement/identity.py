@@ -20,15 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
-from gpuguard.vendors import VENDORS
+from gpuguard.vendors import DRM_MAJOR, DRM_NODES, VENDORS, vendor_of
+
+if TYPE_CHECKING:
+    from gpuguard.model import Device
 
 T = TypeVar("T")
+DriverNodes = tuple[frozenset[int], ...]  # for each driver the device numbers of its nodes, empty if none is known
 
 # Programs whose end would take a desktop, a driver service or other people's jobs along.  They count only where root
 # has put them: see belongs_to_the_system.
@@ -39,13 +43,14 @@ DISPLAY_PROGRAMS = (
 )  # fmt: skip
 SYSTEM_PROGRAMS = (
     *DISPLAY_PROGRAMS,
-    "nvidia-persistenced", "nv-hostengine", "nvidia-cuda-mps-*", "nv-fabricmanager", "nvidia-imex", "nvidia-powerd",
-    "nvidia-smi", "dcgm*", "nvitop", "nvtop", "gpustat", "gpuguard",
+    *(program for vendor in VENDORS.values() for program in vendor.programs),
+    "nvtop", "gpuguard",
     "pulseaudio", "dbus-daemon", "dbus-broker*", "systemd*", "sshd*", "tmux*", "screen", "login", "init",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
-DRIVER_FILES = {name: vendor.control_node for name, vendor in VENDORS.items()}
-DRIVER_NODES = tuple(pattern for vendor in VENDORS.values() for pattern in vendor.nodes)  # the other nodes, as globs
+NODES = (*(pattern for vendor in VENDORS.values() for pattern in vendor.nodes), DRM_NODES)  # of all GPUs, as globs
+# The nodes of the device that has a render node: card0 has the minor 0, renderD128 the minor 128.
+DRM_SIBLINGS = f"/sys/dev/char/{DRM_MAJOR}:{{minor}}/device/drm/*/dev"
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
 # These reads may take so many times longer than others, whatever other users do, because the owner of a process can
@@ -74,7 +79,7 @@ class ProcessFacts:
     executable: str | None
     executable_owner: int | None  # uid
     command: str | None
-    uses_driver: bool | None  # has a file of the driver open, or mapped
+    uses_driver: bool | None  # has a node of each driver in question open, or mapped: see driver_nodes
     cgroup: str | None  # without the ids of containers, which change with each start
     in_place: bool | None = True  # its program is the file at that path; None if that was not read in time
     state: str = "R"  # as in /proc/PID/stat: R S D T t Z ...
@@ -89,8 +94,8 @@ class ProcessFacts:
         return interactive_use(self.command or "", self.terminal, self.tracer)
 
 
-def facts_of(pid: int) -> ProcessFacts | None:
-    """Return the facts about a process, or None if it is gone or hidden.
+def facts_of(pid: int, drivers: DriverNodes = ()) -> ProcessFacts | None:
+    """Return the facts about a process, or None if it is gone or hidden; *drivers* are those in question.
 
     Each fact that its owner can make slow or endless is read with a deadline of its own, and is unknown by itself.
     """
@@ -99,7 +104,7 @@ def facts_of(pid: int) -> ProcessFacts | None:
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _in_time(pid, "program", _executable) or (read_link(f"/proc/{pid}/exe"), None, None)
-    uses_driver, hides = _uses_driver(pid)
+    uses_driver, hides = _uses_driver(pid, drivers)
     foreign_code = _in_time(pid, "code", _foreign_code) if _is_one_of(SYSTEM_PROGRAMS, executable) else None
     try:
         return ProcessFacts(
@@ -282,56 +287,87 @@ def _sees_what_root_made(pid: int) -> bool:
         os.close(owner)
 
 
-def _uses_driver(pid: int) -> tuple[bool | None, bool]:
-    """Return whether it uses the driver, and whether its mappings could not be read to the end."""
-    if opened := _in_time(pid, "files", _has_driver_open):
+def driver_nodes(devices: Iterable[Device]) -> DriverNodes:
+    """Return for each driver of *devices* the device numbers of the nodes of which every user of them has one open.
+
+    No number is known of a driver whose nodes cannot be seen.  The driver of a vendor that may lack nodes is left out
+    where it has none.
+    """
+    found: dict[str, set[int]] = {}
+    for device in devices:
+        vendor = vendor_of(device)
+        if vendor.may_lack_nodes and not os.path.exists(vendor.control_node):
+            continue
+        numbers = found.setdefault(vendor.name, {node.st_rdev for node in _nodes("", vendor.nodes)})
+        if vendor.major == DRM_MAJOR and device.minor_number is not None:
+            numbers |= _drm_numbers(device.minor_number)
+    return tuple(map(frozenset, found.values()))
+
+
+def _drm_numbers(minor: int) -> set[int]:
+    """Return the device numbers of the render node with this *minor* and of the card node of the same device."""
+    siblings = [read_text(path) or "" for path in glob.glob(DRM_SIBLINGS.format(minor=minor))]
+    pairs = (text.strip().partition(":")[::2] for text in siblings)
+    numbers = {os.makedev(int(major), int(minor)) for major, minor in pairs if major.isdecimal() and minor.isdecimal()}
+    return {os.makedev(DRM_MAJOR, minor), *numbers}
+
+
+def _nodes(root: str, patterns: Iterable[str]) -> Iterator[os.stat_result]:
+    for path in (path for pattern in patterns for path in glob.glob(root + pattern)):
+        with suppress(OSError):
+            if stat.S_ISCHR((seen := os.stat(path)).st_mode):
+                yield seen
+
+
+def _uses_driver(pid: int, drivers: DriverNodes) -> tuple[bool | None, bool]:
+    """Return whether it uses all *drivers*, and whether its mappings could not be read to the end."""
+    if not drivers:
+        return False, False
+    unopened = _in_time(pid, "files", lambda pid: _unseen(drivers, _open_nodes(pid)))
+    if unopened == ():
         return True, False
     # CAP_SYS_PTRACE is enough to read the mappings, and the driver's library maps its devices.  The open files are only
     # those of the first thread, which may have ended, or have other files than the threads that compute; the mappings
     # are those of all threads.
-    mapped = _in_time(pid, "maps", _maps_the_driver)
-    return mapped or (None if mapped is None else opened), mapped is None
+    left = drivers if unopened is None else unopened
+    unused = _in_time(pid, "maps", lambda pid: _unseen(left, _mapped_nodes(pid)))
+    if unused == ():
+        return True, False
+    return (None if None in (unopened, unused) or not all(drivers) else False), unused is None
 
 
-def _driver_nodes() -> dict[str, os.stat_result]:
-    return {path: os.stat(path) for pattern in (*DRIVER_FILES.values(), *DRIVER_NODES) for path in glob.glob(pattern)}
+def _unseen(drivers: DriverNodes, nodes: Iterable[int]) -> DriverNodes:
+    """Return the *drivers* that have none of *nodes*, which are read no further than until there is no such driver."""
+    for number in nodes:
+        drivers = tuple(numbers for numbers in drivers if number not in numbers)
+        if not drivers:
+            break
+    return drivers
 
 
-def _has_driver_open(pid: int) -> bool | None:
-    """Return whether its first thread has the driver open, or None if we may not look.
+def _open_nodes(pid: int) -> Iterator[int]:
+    """Yield the numbers of the character devices that its first thread has open.  Raises OSError if we may not look.
 
     Only CAP_DAC_READ_SEARCH opens that directory, and with it all others.
     """
-    wanted = {node.st_rdev for node in _driver_nodes().values() if stat.S_ISCHR(node.st_mode)}
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except PermissionError:
-        return None
-    for name in names:
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             seen = os.stat(f"/proc/{pid}/fd/{name}")
-            if stat.S_ISCHR(seen.st_mode) and seen.st_rdev in wanted:
-                return True
-    return False
+            if stat.S_ISCHR(seen.st_mode):
+                yield seen.st_rdev
 
 
-def _maps_the_driver(pid: int) -> bool:
-    """Return whether it maps a node of the driver, by device and inode.
+def _mapped_nodes(pid: int) -> Iterator[int]:
+    """Yield the numbers of the nodes of GPUs that it maps.
 
-    In a mount namespace of their own, users can give any path to a node of the driver.
+    A mapping tells its file by device and inode alone.  In a container, or a mount namespace of their own, users can
+    give any path to a node, and it may be another file with the same number.
     """
-    nodes = _driver_nodes()
-    wanted = {(node.st_dev, node.st_ino) for node in nodes.values()}
-    for name, node in nodes.items():
-        with suppress(OSError):  # in a container it may be another node with the same device number
-            seen = os.stat(f"/proc/{pid}/root{name}")
-            if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == node.st_rdev:
-                wanted.add((seen.st_dev, seen.st_ino))
+    found = (node for root in ("", f"/proc/{pid}/root") for node in _nodes(root, NODES))
+    numbers = {(node.st_dev, node.st_ino): node.st_rdev for node in found}
     for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
         with suppress(FileNotFoundError), open(f"{directory}/maps", "rb") as maps:
-            if not wanted.isdisjoint(_mapped_files(maps)):
-                return True
-    return False
+            yield from (numbers[file] for file in _mapped_files(maps) if file in numbers)
 
 
 def _mapped_files(maps: BinaryIO) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
 from gpuguard.device_state import computes, idle_limit
 from gpuguard.enforcement import identity
-from gpuguard.enforcement.identity import ProcessFacts
+from gpuguard.enforcement.identity import DriverNodes, ProcessFacts, driver_nodes
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
@@ -49,14 +49,13 @@ from gpuguard.policies.policy import INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner
+from gpuguard.vendors import MPS_SERVER
 
 INTERVALS = 2  # between samples: a sample that is older is not acted on
 TICKS = 2  # start times are cut to ticks of 10 ms: one for that of the process, one for that of the sample
 
 # Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
 CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
-
-MPS_SERVER = "nvidia-cuda-mps-server"  # the program
 
 _FORBIDDEN = sentence(
     "preflight.files_not_lent",
@@ -163,6 +162,16 @@ class Preflight:
         return self.process.devices if self.process else self.claim.devices if self.claim else ()
 
     @cached_property
+    def devices_now(self) -> tuple[Device, ...]:
+        """The devices that are touched, as the driver described them when it was asked again."""
+        return tuple(device for device in (self.fresh.devices if self.fresh else ()) if device.uuid in self.devices)
+
+    @cached_property
+    def drivers(self) -> DriverNodes:
+        """The drivers of the devices that are touched."""
+        return driver_nodes(self.devices_now)
+
+    @cached_property
     def ancestors(self) -> tuple[int, ...]:
         """The ancestors of the process or the holder."""
         return procfs.ancestors(self.identity[0])
@@ -250,7 +259,7 @@ def check_process(
             text = sentence("preflight.not_held", "it cannot be held: {error}", error=str(error))
             target.failed = (FailedCheck("pidfd", text),)
         if target.pidfd >= 0 and _samples_again(target, "listed"):
-            target.facts, target.clock = identity.facts_of(process.pid), boot_clock()
+            target.facts, target.clock = identity.facts_of(process.pid, target.drivers), boot_clock()
             target.failed, target.ended = _failed(LATE, target), identity.has_ended(target.pidfd)
         yield target
 
@@ -388,10 +397,8 @@ def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
 
 
 def _driver(target: Preflight) -> str | None:
-    vendors = {device.vendor for device in target.snapshot.devices if device.uuid in target.devices}
-    driver_files = [identity.DRIVER_FILES[name] for name in vendors]
-    if target.context.backend.simulated or (driver_files and not any(map(os.path.exists, driver_files))):
-        return None  # there is no file to go by: under WSL, for example
+    if target.context.backend.simulated or (target.devices_now and not target.drivers):
+        return None  # there is no node to go by: under WSL, for example
     facts, arrived = target.facts, target.context.arrived
     if facts and facts.hides and any(arrived(uuid, target.identity) is not None for uuid in target.devices):
         return None  # no other process can be meant, which is as good as seeing the files
@@ -445,8 +452,8 @@ def _owner(target: Preflight) -> str | None:
 
 def _rows_now(target: Preflight) -> list[tuple[Device, GpuProcess]]:
     """Return the rows of the process that the driver listed on each of the target's devices when it was asked again."""
-    devices = [device for device in (target.fresh.devices if target.fresh else ()) if device.uuid in target.devices]
-    return [(device, row) for device in devices for row in device.processes or () if row.pid == target.identity[0]]
+    rows = ((device, row) for device in target.devices_now for row in device.processes or ())
+    return [(device, row) for device, row in rows if row.pid == target.identity[0]]
 
 
 def _protected(target: Preflight) -> str | None:

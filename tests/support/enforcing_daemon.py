@@ -16,9 +16,9 @@ from fake_nvml import FakeNvml
 COMMAND = """
 import sys
 from gpuguard.daemon import service as daemon
-from gpuguard.enforcement import identity
+from gpuguard.enforcement import preflight
 daemon.clean_environment = lambda environ, root: None
-identity.DRIVER_FILES = {"nvidia": "/no/driver"}
+preflight.driver_nodes = lambda devices: ()
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -28,7 +28,7 @@ from gpuguard import capabilities, host, procfs, source, users, watchdog
 from gpuguard.backends import plausibility
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.enforcement import actions, identity, preflight
-from gpuguard.enforcement.identity import ProcessFacts
+from gpuguard.enforcement.identity import DriverNodes, ProcessFacts
 from gpuguard.errors import ClaimError, DriverUnresponsive
 from gpuguard.model import ClaimRecord, Device, Event, Gap, GpuProcess, ProcessStat, Snapshot
 from gpuguard.procfs import Stat
@@ -233,7 +233,7 @@ class Machinery:
             for pid, stat in stats.items()
         }
 
-    def facts_of(self, pid: int) -> ProcessFacts | None:
+    def facts_of(self, pid: int, drivers: DriverNodes = ()) -> ProcessFacts | None:
         actor, found = self.living.get(pid), None
         if actor is not None:
             facts: dict[str, Any] = {
@@ -307,7 +307,7 @@ def pretended(machine: Machinery, place: Path) -> Iterator[None]:
         patch.setattr(procfs, "pid_max", lambda: LARGEST_PID)
         patch.setattr(identity, "facts_of", machine.facts_of)
         patch.setattr(identity, "has_ended", machine.has_ended)
-        patch.setattr(identity, "DRIVER_FILES", {"nvidia": "/dev/null"})
+        patch.setattr(preflight, "driver_nodes", lambda devices: (frozenset({1}),))
         patch.setattr(identity, "SESSIONS", str(place / "sessions"))
         patch.setattr(capabilities, "may_signal", lambda uids: True)
         patch.setattr(os, "pidfd_open", machine.open_pidfd)

@@ -157,8 +157,8 @@ def within_the_sample() -> bool:
 
 def whose_files_are_hidden(began: str) -> bool:
     """What the process has mapped cannot be read, so that it is known by when it came to the device."""
-    identity._uses_driver = lambda pid: (None, True)
-    identity.DRIVER_FILES = {"nvidia": os.devnull}
+    identity._uses_driver = lambda pid, drivers: (None, True)
+    preflight.driver_nodes = lambda devices: (frozenset({1}),)
     machine, seen = Listing(a_device(0, memory_used=40 * GIB)), Arrivals()
     machine.simulated = False
     offender = a_sleeper()
