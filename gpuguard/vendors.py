@@ -38,6 +38,7 @@ class Vendor:
     may_lack_nodes: bool  # its programs may compute where it has no node at all, as under WSL
     major: int  # of the nodes of devices, or 0 if --isolate does not know them
     last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
+    node_maker: str  # the command that makes its nodes where no program has used the driver yet, or ""
     capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
     capability_node: str  # followed by the minor number of such a node
     capability_minors: str  # the file that says which of these nodes is which
@@ -72,6 +73,7 @@ NVIDIA = Vendor(
     may_lack_nodes=True,
     major=195,  # Documentation/admin-guide/devices.txt of Linux
     last_minor=247,  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl
+    node_maker="nvidia-modprobe -u -c 0",
     capabilities="nvidia-caps",
     capability_node="/dev/nvidia-caps/nvidia-cap",
     capability_minors="/proc/driver/nvidia-caps/mig-minors",  # "gpu0/gi1/ci0/access 13"
@@ -113,7 +115,8 @@ AMD = Vendor(
     nodes=("/dev/kfd",),  # its nodes in DRM_NODES say which GPU is used
     may_lack_nodes=False,
     major=DRM_MAJOR,
-    last_minor=255,
+    last_minor=2**20 - 1,
+    node_maker="",
     capabilities="",
     capability_node="",
     capability_minors="",
@@ -139,7 +142,8 @@ INTEL = Vendor(
     nodes=(),
     may_lack_nodes=False,
     major=DRM_MAJOR,
-    last_minor=255,
+    last_minor=2**20 - 1,
+    node_maker="",
     capabilities="",
     capability_node="",
     capability_minors="",
@@ -165,6 +169,7 @@ MTHREADS = Vendor(
     may_lack_nodes=False,
     major=0,
     last_minor=0,
+    node_maker="",
     capabilities="",
     capability_node="",
     capability_minors="",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import Machine as Nodeless
 from builders import a_device
 from chances import luck
 from fake_nvml import FakeNvml
@@ -20,12 +21,16 @@ from hypothesis import strategies as st
 from nodes import SECONDS, Gpuguard, until
 from nodes_of_devices import OPEN, can_have_private_dev, private_dev
 from proc import state
+from sources import ROOT
 from test_job_control import COUNT, Terminal
-from users import ALICE, BOB, Machine
+from users import ALICE, BOB, Machine, interpreter
 
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.jobs import isolation
 from gpuguard.jobs.isolation import Nodes, filter_program
+from gpuguard.vendors import AMD, INTEL, NVIDIA
 
 DEVICES = 4
 ALL = [f"/dev/nvidia{index}" for index in range(DEVICES)]
@@ -85,12 +90,59 @@ def test_minors_are_those_of_the_driver_not_the_indices_and_an_unknown_one_is_no
         isolation.nodes_of([], [a_device(3, minor_number=None)])
 
 
+def test_a_job_on_gpus_of_amd_or_intel_has_their_render_nodes_and_no_other_node_of_a_gpu():
+    """NVIDIA's GPUs are hidden, too.  A control node such as /dev/kfd, whose major number is no GPU's, stays."""
+    for vendor in (AMD, INTEL):
+        nodes = Nodes(frozenset({128, 130}), vendor=vendor)
+
+        assert [minor for minor in range(300) if not nodes.hides(226, minor)] == [128, 130]
+        assert nodes.hides(226, 2**20 - 1), "the minors of DRM go so far where there are many GPUs"
+        assert [minor for minor in range(256) if not nodes.hides(195, minor)] == list(range(248, 256))
+        assert not nodes.hides(234, 0)
+
+
+def test_a_partition_of_an_amd_gpu_has_a_render_node_of_its_own_and_no_capabilities(tables):
+    part = a_device(0, vendor="amd", minor_number=129, uuid="XCP-1-1", parent_uuid="GPU-1", gpu_instance_id=1)
+    nodes = isolation.nodes_of([part], [part], **tables)
+
+    assert nodes == Nodes(frozenset({129}), vendor=AMD)
+    assert isolation.needed(nodes, "/dev") == ["/dev/kfd", "/dev/dri/renderD129"]
+    assert isolation.needed(Nodes(frozenset({128}), vendor=INTEL), "/x") == ["/x/dri/renderD128"]
+
+
+def test_where_the_nodes_of_a_vendor_are_not_known_the_job_is_refused():
+    device = a_device(0, vendor="mthreads")
+
+    with pytest.raises(GpuguardError, match="nodes of Moore Threads cannot be hidden yet"):
+        isolation.nodes_of([device], [device])
+
+
+@pytest.mark.parametrize(
+    ("vendor", "advice"),
+    [("nvidia", "Run `nvidia-modprobe -u -c 0`"), ("amd", r"/dev/kfd, .*/renderD7 does not exist: load .*amdgpu")],
+)
+def test_nodes_that_are_missing_are_named_with_what_to_do(monkeypatch, tmp_path, vendor, advice):
+    device, dev = a_device(0, vendor=vendor, minor_number=7), str(tmp_path)
+    claim, directory = Claim("1dea", (device,), ()), LockDirectory(dev, dev, dev)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    with pytest.raises(GpuguardError, match=advice.replace("/dev", dev)):
+        isolation.isolate(claim, Nodeless(device), directory, dev=dev)
+
+
 def test_cuda_counts_the_devices_that_it_can_open():
     two = [a_device(2), a_device(5)]
 
     assert isolation.environment_inside(two, "index") == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert isolation.environment_inside(two, "uuid") == {}
     assert isolation.environment_inside([a_device(2, parent_uuid="GPU-x")], "index") == {}
+
+
+def test_rocm_and_level_zero_count_them_so_too():
+    for vendor in (AMD, INTEL):
+        two = [a_device(2, vendor=vendor.name), a_device(5, vendor=vendor.name, ordinal=3)]
+
+        assert isolation.environment_inside(two, "index") == {vendor.visible: "0,1"}
 
 
 def test_a_simulated_device_has_no_node_to_hide(tmp_path):
@@ -357,11 +409,37 @@ def executed(code: bytes, kind: int, major: int, minor: int, access: int = READ_
     raise AssertionError("it does not end")
 
 
+SPACE = """
+import os, sys
+from gpuguard.jobs import isolation
+from gpuguard.vendors import AMD
+nodes = isolation.Nodes(frozenset({129}), vendor=AMD)
+enter, _ = isolation.prepare_namespace(isolation.hidden(nodes, "/dev"), "/dev")
+enter()
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+DRI = {"kfd": (510, 9), "dri/card0": (226, 0), "dri/renderD128": (226, 128), "dri/renderD129": (226, 129)}
+
+
+@isolated
+def test_a_user_sees_only_the_render_nodes_of_a_job_on_amds_gpus(site, open_place):
+    paths = [f"/dev/{name}" for name in (*DRI, "renamed", "nvidia0", "null")]
+    with private_dev(open_place, 1, {**DRI, "renamed": (226, 128)}) as inside:
+        words = [*inside(ALICE), "env", f"PYTHONPATH={site}:{ROOT}", interpreter(), "-c", SPACE, OPEN, *paths]
+        done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=SECONDS)
+
+    assert dict(line.split() for line in done.stdout.splitlines()) == {
+        "kfd": "ENXIO", "card0": "ENOENT", "renderD128": "ENOENT", "renderD129": "ENXIO", "renamed": "ENOENT",
+        "nvidia0": "ENOENT", "null": "opened",
+    }, done.stderr  # fmt: skip
+
+
 minors = st.frozensets(st.integers(0, 300), max_size=20)
-nodes = st.builds(Nodes, minors, minors, st.none() | st.integers(234, 511))
+vendors = st.sampled_from([NVIDIA, AMD, INTEL])
+nodes = st.builds(Nodes, minors, minors, st.none() | st.integers(234, 511), vendors)
 
 
-@given(nodes, st.integers(0, 600) | st.sampled_from([195, 507]), st.integers(0, 2**20 - 1) | st.integers(0, 300))
+@given(nodes, st.integers(0, 600) | st.sampled_from([195, 226, 507]), st.integers(0, 2**20 - 1) | st.integers(0, 300))
 def test_it_refuses_exactly_the_hidden_nodes(wanted, major, minor):
     code = filter_program(wanted.rules())
 

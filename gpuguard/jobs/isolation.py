@@ -32,7 +32,7 @@ from gpuguard.files import close_all, mounts
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.procfs import read_text
-from gpuguard.vendors import NVIDIA, Vendor, vendor_of
+from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor, vendor_of
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
@@ -54,13 +54,17 @@ class Nodes:
 
     def hides(self, major: int, minor: int) -> bool:
         """Return whether the character device with these numbers belongs to another job."""
-        if major == self.vendor.major:
-            return minor <= self.vendor.last_minor and minor not in self.gpus
-        return major == self.capability_major and minor not in self.capabilities
+        highest, allowed = self.rules().get(major, (-1, ()))
+        return minor <= highest and minor not in allowed
 
     def rules(self) -> FilterRules:
-        """Return the rules of a filter that allows only these nodes."""
-        found: dict[int, tuple[int, Collection[int]]] = {self.vendor.major: (self.vendor.last_minor, self.gpus)}
+        """Return the rules of a filter that allows only these nodes.
+
+        DRM nodes stay for jobs on GPUs of other drivers, which may have such nodes beside their own, for graphics.
+        """
+        others = [vendor for vendor in VENDORS.values() if vendor.major not in (0, DRM_MAJOR)]
+        found: dict[int, tuple[int, Collection[int]]] = {vendor.major: (vendor.last_minor, ()) for vendor in others}
+        found[self.vendor.major] = (self.vendor.last_minor, self.gpus)
         if self.capability_major is not None:
             found[self.capability_major] = (2**20, self.capabilities)  # a minor number has 20 bits
         return found
@@ -108,13 +112,7 @@ def isolate(
 
     missing = [path for path in needed(nodes, dev) if not os.path.exists(path)]
     if missing:
-        # The driver's libraries make nodes through the setuid nvidia-modprobe, which can do nothing in a namespace.
-        raise GpuguardError(
-            _(
-                "{missing} does not exist yet, and could not be made once the job is isolated.  Run "
-                "`nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
-            ).format(missing=", ".join(missing))
-        )
+        raise _no_nodes(missing, nodes.vendor)
     # From this variable a gpuguard inside the job knows root's directories, which look to it like another user's.
     seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
     environment[TRUSTED] = " ".join(f"{status.st_dev}:{status.st_ino}" for status in seen if is_roots(status))
@@ -122,12 +120,13 @@ def isolate(
 
 
 def environment_inside(devices: Sequence[Device], visible: str) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for an isolated job, or {} if it is the same as without isolation.
+    """Return the variable of the vendor for an isolated job, or {} if it is the same as without isolation.
 
     CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which
-    sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.
+    sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.  ROCm and Level
+    Zero do the same.
     """
-    if visible == "uuid" or any(device.parent_uuid for device in devices):
+    if not all(map(str.isdecimal, visible_devices.names_of(devices, by_uuid=visible == "uuid"))):
         return {}
     return visible_devices.variables(range(len(devices)), vendor_of(devices[0]))
 
@@ -151,26 +150,53 @@ def nodes_of(
                 )
             )
         gpus.add(minor)
-        if device.parent_uuid is None:
-            wanted.append(rf"gpu{minor}/.*")
-        elif device.gpu_instance_id is None or device.compute_instance_id is None:
-            raise GpuguardError(
-                _("the driver does not say the numbers of {uuid}: it cannot be isolated.").format(uuid=device.uuid)
-            )
-        else:
-            instance = rf"gpu{minor}/gi{device.gpu_instance_id}"
-            wanted += [rf"{instance}/access", rf"{instance}/ci{device.compute_instance_id}/access"]
+        if vendor.capabilities:
+            wanted += _capabilities_of(device, minor)
+    if not vendor.capabilities:
+        return Nodes(frozenset(gpus), vendor=vendor)
     major = re.search(rf"^\s*(\d+) {vendor.capabilities}$", read_text(majors) or "", re.MULTILINE)
     table = read_text(minors or vendor.capability_minors) or ""
     allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", table, re.MULTILINE)
     return Nodes(frozenset(gpus), frozenset(map(int, allowed)), int(major[1]) if major else None, vendor)
 
 
+def _capabilities_of(device: Device, minor: int) -> list[str]:
+    """Return the names, as patterns, of the capabilities that a job needs on a GPU with this *minor*, or a part of it.
+
+    Raises GpuguardError if they are not known.
+    """
+    if device.parent_uuid is None:
+        return [rf"gpu{minor}/.*"]
+    if device.gpu_instance_id is None or device.compute_instance_id is None:
+        raise GpuguardError(
+            _("the driver does not say the numbers of {uuid}: it cannot be isolated.").format(uuid=device.uuid)
+        )
+    instance = rf"gpu{minor}/gi{device.gpu_instance_id}"
+    return [rf"{instance}/access", rf"{instance}/ci{device.compute_instance_id}/access"]
+
+
 def needed(nodes: Nodes, dev: str) -> list[str]:
-    """Return the paths of the nodes without which no CUDA job starts."""
+    """Return the paths of the nodes without which no job starts that computes on such GPUs."""
     vendor, gpus = nodes.vendor, [f"{nodes.vendor.device_node}{minor}" for minor in sorted(nodes.gpus)]
     capabilities = [f"{vendor.capability_node}{minor}" for minor in sorted(nodes.capabilities)]
-    return [path.replace("/dev", dev, 1) for path in (vendor.control_node, vendor.compute_node, *gpus, *capabilities)]
+    paths = dict.fromkeys((vendor.control_node, vendor.compute_node, *gpus, *capabilities))
+    return [path.replace("/dev", dev, 1) for path in paths if path]
+
+
+def _no_nodes(missing: Sequence[str], vendor: Vendor) -> GpuguardError:
+    if not vendor.node_maker:
+        return GpuguardError(
+            _("{missing} does not exist: load the driver ({drivers}), or start the container with these nodes.").format(
+                missing=", ".join(missing), drivers=", ".join(vendor.drivers)
+            )
+        )
+    # The driver's libraries make nodes through the setuid nvidia-modprobe, which can do nothing in a namespace.
+    return GpuguardError(
+        _(
+            "{missing} does not exist yet, and could not be made once the job is isolated.  Run "
+            "`{command}`, or any program with CUDA, once, and start this again."
+        ).format(missing=", ".join(missing), command=vendor.node_maker)
+    )
 
 
 def hidden(nodes: Nodes, dev: str) -> frozenset[str]:
