@@ -69,6 +69,15 @@ def test_its_user_may_signal_and_see_others_and_write_what_is_the_daemons_and_no
     assert found["ProtectSystem"] == "strict"
 
 
+def test_it_may_open_what_the_backends_open_and_terminals_and_no_other_device():
+    """Nothing of AMD's: a process that opens /dev/kfd stands on the driver's list of those that compute."""
+    of_nvidia = {f"char-nvidia{name} rw" for name in ("", "ctl", "-caps", "-frontend", "-uvm")}
+    allowed = {value for name, value in settings() if name == "DeviceAllow"}
+
+    assert allowed == {*of_nvidia, "char-drm r", "char-mtgpu* rw", "char-pts rw"}
+    assert dict(settings())["DevicePolicy"] == "closed"
+
+
 def test_the_calls_that_reach_into_other_processes_are_filtered():
     allowed, *denied = [value for name, value in settings() if name == "SystemCallFilter"]
 
