@@ -216,6 +216,7 @@ def read_memory(reading: Reading) -> None:
         parts = {"total": memory.total, "used": memory.used, "free": memory.free}
         if _fits(reserved=reserved or 0, **parts):
             reading.values.update({f"memory_{name}": value for name, value in parts.items()})
+            reading.values["memory_shared_with_host"] = False
             if reserved is None:
                 counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
                 reading.gap("memory_reserved", counted)
@@ -230,7 +231,7 @@ def read_memory(reading: Reading) -> None:
             "the memory of the GPU cannot be checked against it: {reason}",
             reason=answer.reason,
         )
-    for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
+    for name in model.GROUPED_FIELDS[model.MEMORY]:
         reading.gap(name, answer.reason)
 
 
@@ -460,7 +461,8 @@ def _mean_utilization(reading: Reading) -> float | None:
 
 
 def read_health(reading: Reading) -> None:
-    """Read problems, compute_mode and mig_mode."""
+    """Read problems, compute_mode, mig_mode and asleep."""
+    reading.values["asleep"] = False  # this library keeps the devices that it has opened awake
     mode = reading.call_kept("setting", "nvmlDeviceGetComputeMode")
     reading.set_field("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)

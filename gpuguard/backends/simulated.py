@@ -416,6 +416,7 @@ def _memory(context: ReadingContext) -> Values:
         "memory_used": used,
         "memory_free": total - reserved - used,
         "memory_reserved": reserved,
+        "memory_shared_with_host": context.device.model.integrated,
     }
 
 
@@ -465,6 +466,7 @@ def _memory_utilization(utilization: float) -> float:
 def _health(context: ReadingContext) -> Values:
     mig = bool(context.device.instances) if context.device.model.mig else None
     values: Values = {"problems": (), "compute_mode": context.device.compute_mode, "mig_mode": mig}
+    values["asleep"] = context.device.asleep
     if context.instance:
         values |= {
             "parent_uuid": context.device.uuid,
@@ -483,6 +485,7 @@ def _model(context: ReadingContext) -> Values:
         "minor_number": context.device.index,
         "numa_node": numa,
         "cpu_affinity": ("0-47,96-143", "48-95,144-191")[numa],
+        "integrated": context.device.model.integrated,
     }
 
 

@@ -52,6 +52,7 @@ class Model:
     mig: bool = False
     ecc: bool = True
     fan: bool = False
+    integrated: bool = False  # it is part of the CPU, and its memory is the host's
 
 
 SpecPart = tuple[Model, tuple[str, ...]]  # one device of a spec: its model, and the profiles by which it is divided
@@ -232,6 +233,7 @@ class NodeDevice:
     given: tuple[tuple[str, float], ...] = ()  # fields that have the values of `sim set --field`
     latency: float = 0.0  # seconds that reading it takes
     compute_mode: str = "default"
+    asleep: bool = False  # the driver has switched it off until it is used
     temperature: WorkPattern | None = None
     utilization: WorkPattern | None = None
     memory: WorkPattern | None = None  # bytes that no process accounts for

@@ -312,6 +312,7 @@ def read_memory(reading: SmiReading) -> None:
         reason = sentence("driver.implausible_values", "implausible values {values}", values=values)
     else:
         reading.values.update(memory_total=total, memory_used=used, memory_free=free)
+        reading.values["memory_shared_with_host"] = False
         if reserved is not None and 0 <= reserved <= total:
             reading.values["memory_reserved"] = reserved
         else:
@@ -381,7 +382,8 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
 
 
 def read_health(reading: SmiReading) -> None:
-    """Read problems and mig_mode."""
+    """Read problems, mig_mode and asleep."""
+    reading.values["asleep"] = False  # nvidia-smi wakes the devices that it lists
     mode = reading.word("mig_mode/current_mig")
     without = mode in (None, "N/A", "[N/A]", "[Not Supported]")  # a device or driver without MIG is not in MIG mode
     if without or mode in _SWITCH:
