@@ -132,6 +132,15 @@ def test_set_sets_everything_else_too(a_node, sim, devices):
     assert [shown["latency_seconds"] for shown in devices()] == [0.0, 0.001, 0.0, 0.0]
 
 
+def test_a_gpu_is_put_to_sleep_and_woken(a_node, sim, devices):
+    assert sim("set", "--device", "1,2", "--asleep")[0] == 0
+    assert [device["asleep"] for device in devices()] == [False, True, True, False]
+    assert sim("show")[1].count("asleep") == 2
+
+    assert sim("set", "--device", "1", "--no-asleep")[0] == 0
+    assert [device["asleep"] for device in devices()] == [False, False, True, False]
+
+
 def test_faults_come_on_top_of_each_other_and_go_together(a_node, sim, devices):
     assert sim("fault", "--device", "1,2", "unlisted")[0] == 0
     assert sim("fault", "--device", "1", "na:power_draw", "hang")[0] == 0

@@ -1,6 +1,7 @@
 """Simulated nodes: what uses them, how they are written down, and their faults."""
 
 import os
+import re
 import signal
 import stat
 from dataclasses import fields, replace
@@ -10,8 +11,10 @@ import pytest
 from nodes import GIB, a_user, change, eventually, one, start
 
 from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends.drm import ASLEEP
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, Device
+from gpuguard.model import ALL_FIELDS, HEALTH, Device
+from gpuguard.vendors import VENDORS
 
 
 @pytest.fixture
@@ -87,6 +90,9 @@ def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):
         ("1xH100-40GB", "write H100-80GB"),
         ("4xFoo-0GB", "'Foo-24GB'"),
         ("1xRTX4090:mig=1g.5gb", "cannot be divided"),
+        ("1xH100-80GB:partition=cpx", "no partition mode 'cpx'"),
+        ("1xMI300X:partition=tpx", "have spx, dpx, qpx, cpx"),
+        ("1xMI300X:mig=1g.5gb", "cannot be divided"),
         ("1xA100-40GB:mig=3g20gb", "no MIG profile"),
         ("1xA100-40GB:mig=,", "no MIG profile"),
         ("1xA100-40GB:mig=4g.20gb,4g.20gb", "7 slices"),
@@ -96,6 +102,86 @@ def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):
 def test_a_fault_in_a_spec_says_what_would_be_right(spec, advice):
     with pytest.raises(InvalidRequest, match=advice):
         simulated_node.parse_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "vendor", "uuid", "bus", "minor"),
+    [
+        ("1xH100", "nvidia", "GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "00000000:1B:00.0", 0),
+        ("1xMI300X", "amd", "GPU-[0-9a-f]{16}", "0000:1b:00.0", 128),
+        ("1xRX6600", "amd", "PCI-0000-1b-00-0", "0000:1b:00.0", 128),
+        ("1xArc-B60-24GB", "intel", "PCI-0000-1b-00-0", "0000:1b:00.0", 128),
+        ("1xS4000", "mthreads", "GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "00000000:1B:00.0", 0),
+    ],
+)
+def test_a_device_is_named_as_its_vendor_names_it(place, spec, vendor, uuid, bus, minor):
+    device = one(start(place, spec))
+
+    assert re.fullmatch(uuid, device.uuid)
+    assert (device.vendor, device.pci_bus_id, device.minor_number) == (vendor, bus, minor)
+    assert device.name.startswith(VENDORS[vendor].title)
+
+
+def test_each_vendor_counts_its_own_devices(place):
+    devices = start(place, "1xMI210+2xArc-B60+1xRTX4090+1xMI210").sample(()).devices
+
+    assert [(device.vendor, device.number) for device in devices] == [
+        ("amd", 0), ("intel", 0), ("intel", 1), ("nvidia", 0), ("amd", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "count"), [("spx", 0), ("dpx", 2), ("qpx", 4), ("cpx", 8)])
+def test_a_mode_divides_a_gpu_of_amd_into_equal_partitions(place, mode, count):
+    _, parent, *parts = start(place, f"1xMI300X+1xMI300X:partition={mode}").sample(ALL_FIELDS).devices
+
+    assert (parent.mig_mode, len(parts)) == (count > 0, count)
+    for number, part in enumerate(parts):
+        assert (part.uuid, part.label) == (f"XCP-{parent.uuid[4:]}-{number}", f"1.{number}")
+        assert (part.parent_uuid, part.mig_profile, part.name) == (parent.uuid, mode, parent.name)
+        assert part.memory_total == parent.memory_total // count
+        assert part.minor_number == parent.minor_number + number
+        assert (parent.utilization, part.utilization) == (0.0, None)
+
+
+def test_partitions_are_used_one_by_one(place):
+    backend = start(place, "1xMI300X:partition=cpx")
+    parts = backend.sample({HEALTH}).devices[1:]
+    with a_user(place, parts[5].uuid, 5 * GIB):
+        seen = backend.sample(ALL_FIELDS, [parts[5].uuid]).devices[1:]
+
+    assert [device.gpu_instance_id for device in seen if device.processes] == [5]
+    assert [device.gpu_instance_id for device in seen if device.memory_used > GIB] == [5]
+
+
+def test_a_process_uses_the_devices_that_the_variable_of_their_vendor_names(place, monkeypatch):
+    backend = start(place, "1xRTX4090+2xMI210")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # HIP reads it, too, and counts what ROCR leaves
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+
+    assert simulated.use(None, GIB, spec=place) == (backend.sample(()).devices[2].uuid,)
+
+
+@pytest.mark.parametrize(("spec", "integrated"), [("1xStrixHalo", True), ("1xGB10", True), ("1xH100", False)])
+def test_a_gpu_that_is_part_of_the_cpu_has_the_memory_of_the_host(place, spec, integrated):
+    device = one(start(place, spec))
+
+    assert (device.integrated, device.memory_shared_with_host) == (integrated, integrated)
+    assert (device.memory_reserved is None) == integrated
+
+
+def test_a_gpu_sleeps_until_a_process_uses_it_and_tells_only_what_the_kernel_knows(place):
+    backend = start(place, "2xMI210")
+    change(place, 1, asleep=True)
+    snapshot = backend.sample(ALL_FIELDS)
+    awake, asleep = snapshot.devices
+    reasons = {gap.field: gap.reason for gap in snapshot.gaps if gap.device == asleep.uuid}
+
+    assert (awake.asleep, asleep.asleep) == (False, True)
+    assert (asleep.memory_used, asleep.processes) == (awake.memory_used, ())
+    assert (asleep.temperature, asleep.power_draw, asleep.utilization, asleep.clock_sm) == (None,) * 4
+    assert {reasons[name] for name in ("temperature", "power_draw", "utilization", "clock_sm")} == {ASLEEP}
+    with a_user(place, "1", GIB):
+        assert (one(backend, 1).asleep, one(backend, 1).temperature) == (False, 32.0)
 
 
 def test_uuids_come_back_with_the_node_and_are_never_those_of_another_node():

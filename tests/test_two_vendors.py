@@ -156,7 +156,7 @@ def test_who_explain_and_metrics_show_both(gpuguard, name):
 
     assert [(device["index"], device["vendor"]) for device in who["devices"]] == [row[:2] for row in BOTH]
     assert [f'index="{index}"' in metrics for index in range(4)] == [True] * 4
-    assert "GPU 2  ELIGIBLE  choice 2, 190.7GiB free" in gpuguard("explain", "--backend", name).stdout
+    assert "GPU 2  ELIGIBLE  choice 2, 192.0GiB free" in gpuguard("explain", "--backend", name).stdout
 
 
 def test_a_policy_judges_the_devices_of_both(gpuguard, name, places, tmp_path):

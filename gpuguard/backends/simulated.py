@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import model, procfs
 from gpuguard.backends import simulated_node
+from gpuguard.backends.drm import ASLEEP
 from gpuguard.backends.simulated_node import (
     LANES_BYTES,
     Instance,
@@ -26,20 +27,21 @@ from gpuguard.backends.simulated_node import (
     Use,
     WorkPattern,
     advanced,
+    bus_address,
     find,
     memory_reserved,
     memory_total,
     memory_used,
     new_node,
 )
-from gpuguard.clusters.visible_devices import visible_uuids
+from gpuguard.clusters.visible_devices import listed_devices
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
-from gpuguard.vendors import vendor_of_model
+from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES, VENDORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +126,7 @@ def use(
     """Let this process use devices of the simulated node from now on; a further call for a device replaces the former.
 
     Args:
-        devices: indices and uuids; by default those that CUDA_VISIBLE_DEVICES leaves.
+        devices: indices and uuids; by default those that the list of a vendor leaves, as CUDA_VISIBLE_DEVICES is.
         memory: bytes on each device.
         utilization: percent of each device.
         ramp: the bytes to which *memory* evenly grows or shrinks, and the seconds that this takes.
@@ -174,10 +176,10 @@ class Simulated:
         self.ahead = False
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Sample as Backend.sample does.  HEALTH shows MIG instances, which follow their parent and have its index."""
+        """Sample as Backend.sample does.  HEALTH shows instances, which follow their parent and have its index."""
         # Taken before anything is read, so that no process that started later counts as one that was seen.
         taken_at, clock = time.time(), boot_clock()
-        if any(uuid.startswith("MIG-") for uuid in devices or ()):
+        if any(uuid.startswith(INSTANCE_PREFIXES) for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
         fields = set(fields) - {model.BRIEF}  # leaving out values that cost nothing would save nothing
         node = current(self.directory)
@@ -209,7 +211,7 @@ class Simulated:
 
     def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
-            return _refusing(device, _UNRESPONSIVE, _SILENT, ["device"])
+            return _refusing(node, device, _UNRESPONSIVE, _SILENT, ["device"])
         self.progress(device.index)
         while "hang" in device.faults:
             time.sleep(HANG_LOOK_SECONDS)
@@ -218,7 +220,7 @@ class Simulated:
         time.sleep(device.latency)
         for fault, (problem, reason) in _BROKEN.items():
             if fault in device.faults:
-                return _refusing(device, problem, reason, fields)
+                return _refusing(node, device, problem, reason, fields)
         detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
         parts = [ReadingContext(node, device, part, boot_clock(), detailed) for part in (None, *instances)]
         shown = [read(part, fields) for part in parts]
@@ -249,21 +251,33 @@ def current(place: str) -> SimulatedNode:
 
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
     if devices is None:
-        everything = [Device(device.index, device.uuid) for device in node.devices]
+        everything = [_named(node, device) for device in node.devices]
         everything += [
-            Device(device.index, instance.uuid, parent_uuid=device.uuid)
+            _named(node, device, uuid=instance.uuid, parent_uuid=device.uuid)
             for device in node.devices
             for instance in device.instances
         ]
-        uuids = visible_uuids(os.environ, everything)
+        uuids = _listed(os.environ, everything)
         if uuids == ():
-            raise InvalidRequest(_("CUDA_VISIBLE_DEVICES leaves no GPU: name GPUs, or start this with `gpuguard run`."))
+            raise InvalidRequest(_("the environment leaves no GPU: name GPUs, or start this with `gpuguard run`."))
         uuids = find(node, "all" if uuids is None else ",".join(uuids))
     else:
         uuids = find(node, devices if isinstance(devices, str) else ",".join(map(str, devices)))
     first = {device.uuid: device.instances[0].uuid for device in node.devices if device.instances}
     # As with CUDA, a process on a divided device gets the first instance.
     return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in uuids))
+
+
+def _listed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
+    """Return the uuids that a vendor's list leaves of its devices, or None if no list is set.
+
+    NVIDIA's variable comes last, because HIP reads it, too: a job on AMD's devices has both.
+    """
+    for vendor in reversed(VENDORS.values()):
+        own = [device for device in devices if device.vendor == vendor.name]
+        if own and (opinion := listed_devices(environ, own, vendor)):
+            return opinion[0]
+    return None
 
 
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
@@ -277,7 +291,7 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
             _("GPU {index} is in exclusive_process mode and has a process already.").format(index=device.index)
         )
     total = memory_total(node, uuid)
-    free = total - memory_reserved(total) - memory_used(node, {uuid}, clock)
+    free = total - memory_reserved(device.model, total) - memory_used(node, {uuid}, clock)
     if memory > free:
         raise GpuguardError(
             _("out of memory on simulated GPU {index}: {memory} wanted, {free} are free.").format(
@@ -287,9 +301,9 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
 
 
 def _refusing(
-    device: NodeDevice, problem: str, reason: str, missing: Collection[str]
+    node: SimulatedNode, device: NodeDevice, problem: str, reason: str, missing: Collection[str]
 ) -> tuple[list[Device], list[Gap]]:
-    broken = Device(device.index, device.uuid, vendor=vendor_of_model(device.model.name), problems=(problem,))
+    broken = _named(node, device, problems=(problem,))
     return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
@@ -323,9 +337,8 @@ def _is_private(path: str) -> bool:
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
-# The bus numbers of a real 8-GPU board; further devices are in further domains.
-_BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
 _BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
+_FIRST_RENDER_MINOR = 128  # of DRM
 _BUSY_LINK = 6e9  # bytes per second over one NVLink, at 100 % utilization
 
 Values = dict[str, object]
@@ -366,8 +379,12 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
         if group in fields and not (instance and group in _OF_THE_WHOLE):
             values |= dict.fromkeys(model.GROUPED_FIELDS.get(group, ())) | reader(context)
     values |= {name: model.DEVICE_FIELDS[name].number(value) for name, value in device.given if name in values}
-    gaps = [Gap(uuid, name, _NOT_IN_MODEL) for name, value in values.items() if value is None]
-    if device.instances:
+    sleeps = simulated_node.sleeps(context.node, device, context.clock)
+    hidden = {name for group in _WAKING if sleeps for name in model.GROUPED_FIELDS[group]} & values.keys()
+    values |= dict.fromkeys(hidden)
+    absent = [name for name, value in values.items() if value is None]
+    gaps = [Gap(uuid, name, ASLEEP if name in hidden else _NOT_IN_MODEL) for name in absent]
+    if device.instances and (instance or device.model.mig):
         gaps += [Gap(uuid, name, _NOT_DIVIDED) for name in _NOT_WITH_MIG if name in values]
     faulty = [name for name in device.unknown if name in values and values[name] is not None]
     gaps += [Gap(uuid, name, _NOT_TOLD) for name in faulty]
@@ -378,13 +395,15 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
     if values.get("processes_plausible") is False:
         odd_list = sentence("sim.implausible_list", "the process list is not plausible: it has pids that cannot be")
         gaps.append(Gap(uuid, "processes", odd_list))
-    vendor = vendor_of_model(device.model.name)
-    return Device(index=device.index, uuid=uuid, vendor=vendor, **values), tuple(gaps)  # type: ignore[arg-type]
+    return _named(context.node, device, uuid=uuid, **values), tuple(gaps)
 
 
-def pci_bus_id(device: NodeDevice) -> str:
-    """Return the bus id as NVML writes it, with an eight-digit domain."""
-    return f"{device.index // len(_BUSES):08X}:{_BUSES[device.index % len(_BUSES)]:02X}:00.0"
+def _named(node: SimulatedNode, device: NodeDevice, **values: Any) -> Device:
+    """Return a device of the node with the fields that every snapshot has, and *values*."""
+    vendor = device.model.vendor
+    before = sum(other.model.vendor is vendor for other in node.devices[: device.index])
+    names = {"index": device.index, "uuid": device.uuid, "vendor": vendor.name}
+    return Device(**{**names, "ordinal": None if before == device.index else before, **values})
 
 
 def numa_node(node: SimulatedNode, device: NodeDevice) -> int:
@@ -409,13 +428,13 @@ def _connection(node: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
 
 def _memory(context: ReadingContext) -> Values:
     total = context.memory_total
-    reserved = memory_reserved(total)
+    reserved = memory_reserved(context.device.model, total)
     used = memory_used(context.node, context.uuids, context.clock)
     return {
         "memory_total": total,
         "memory_used": used,
         "memory_free": total - reserved - used,
-        "memory_reserved": reserved,
+        "memory_reserved": reserved or None,
         "memory_shared_with_host": context.device.model.integrated,
     }
 
@@ -426,7 +445,7 @@ def _processes(context: ReadingContext, *, unless_busy: bool = False) -> Values:
     uses = [use for use in context.node.uses if simulated_node.running(use, context.clock)]
     here = [use for use in uses if use.device in context.uuids]
     total, listed = context.memory_total, []
-    left = total - memory_reserved(total)
+    left = total - memory_reserved(context.device.model, total)
     for use in here:
         # Several processes that grow at once would exceed the device, so the last one gets no more.
         memory = min(int(use.memory.at(context.clock)), left)
@@ -464,29 +483,42 @@ def _memory_utilization(utilization: float) -> float:
 
 
 def _health(context: ReadingContext) -> Values:
-    mig = bool(context.device.instances) if context.device.model.mig else None
-    values: Values = {"problems": (), "compute_mode": context.device.compute_mode, "mig_mode": mig}
-    values["asleep"] = context.device.asleep
+    facts = context.device.model
+    values: Values = {
+        "problems": (),
+        "compute_mode": context.device.compute_mode,
+        "mig_mode": bool(context.device.instances) if facts.mig or facts.dies else None,
+        "asleep": simulated_node.sleeps(context.node, context.device, context.clock),
+    }
     if context.instance:
         values |= {
             "parent_uuid": context.device.uuid,
             "mig_profile": context.instance.profile,
             "gpu_instance_id": context.instance.gpu_instance_id,
-            "compute_instance_id": 0,
+            "compute_instance_id": 0 if facts.mig else None,
         }
     return values
 
 
 def _model(context: ReadingContext) -> Values:
-    numa, name = numa_node(context.node, context.device), context.device.model.name
+    facts, part = context.device.model, context.instance
+    numa = numa_node(context.node, context.device)
     return {
-        "name": f"{name} MIG {context.instance.profile}" if context.instance else name,
-        "pci_bus_id": pci_bus_id(context.device),
-        "minor_number": context.device.index,
+        "name": f"{facts.name} MIG {part.profile}" if part and facts.mig else facts.name,
+        "pci_bus_id": bus_address(facts, context.device.index),
+        "minor_number": _minor_number(context),
         "numa_node": numa,
         "cpu_affinity": ("0-47,96-143", "48-95,144-191")[numa],
-        "integrated": context.device.model.integrated,
+        "integrated": facts.integrated,
     }
+
+
+def _minor_number(context: ReadingContext) -> int:
+    """Return the minor of the device's node; each partition of an AMD GPU has a render node of its own."""
+    index, facts, part = context.device.index, context.device.model, context.instance
+    if facts.vendor.major != DRM_MAJOR:
+        return index
+    return _FIRST_RENDER_MINOR + index * max(1, facts.dies) + (part.gpu_instance_id if part else 0)
 
 
 def _thermal(context: ReadingContext) -> Values:
@@ -554,7 +586,7 @@ def _links(context: ReadingContext) -> tuple[tuple[int, str], ...]:
     own = context.device
     peers = [device for device in context.node.devices if device != own and device.model == own.model]
     links = own.model.nvlinks if peers else 0
-    return tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))
+    return tuple((link, bus_address(own.model, peers[link % len(peers)].index)) for link in range(links))
 
 
 def _nvlink_flow(context: ReadingContext) -> Values:
@@ -582,5 +614,7 @@ _READERS: dict[str, Callable[[ReadingContext], Values]] = {
 }
 # An instance has no values of its own in these groups, and real drivers give none.
 _OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.MEDIA, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
+# A real driver would have to wake a GPU that sleeps to read these.  Its memory and its processes the kernel knows.
+_WAKING = {*_OF_THE_WHOLE, model.UTILIZATION, model.THERMAL}
 # Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for a divided device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

@@ -29,6 +29,7 @@ from gpuguard.files import open_regular, read_file, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
+from gpuguard.vendors import AMD, DRM_MAJOR, NVIDIA, VENDORS, Vendor, vendor_of_model
 
 MiB = 2**20
 DEVICES_AT_MOST = 64
@@ -48,47 +49,78 @@ class Model:
     pcie_generation: int
     temperature_slowdown: float = 90.0
     temperature_shutdown: float = 95.0
-    nvlinks: int = 0  # links per device; 0: pairs are connected by PCIe alone
+    nvlinks: int = 0  # links per device, of XGMI on AMD's; 0: pairs are connected by PCIe alone
     mig: bool = False
+    dies: int = 0  # into so many partitions at most it can be divided (AMD)
+    serial: bool = True  # it tells a number of its own, of which its uuid is made; otherwise that names its PCI address
     ecc: bool = True
     fan: bool = False
     integrated: bool = False  # it is part of the CPU, and its memory is the host's
+
+    @property
+    def vendor(self) -> Vendor:
+        """The vendor, which its name begins with."""
+        return VENDORS[vendor_of_model(self.name)]
 
 
 SpecPart = tuple[Model, tuple[str, ...]]  # one device of a spec: its model, and the profiles by which it is divided
 
 
 def _model(name: str, mebibytes: int, watts: int, idle: int, sm: int, memory: int, pcie: int, **more: float) -> Model:
-    return Model(f"NVIDIA {name}", mebibytes * MiB, watts, idle, sm, memory, pcie, **more)  # type: ignore[arg-type]
+    return Model(name, mebibytes * MiB, watts, idle, sm, memory, pcie, **more)  # type: ignore[arg-type]
 
 
-# (model, GiB on the box) -> what `nvidia-smi -q` shows on such a device.  A name alone means its first row.
+_GAMING = {"ecc": False, "fan": True}
+_INTEL = {"serial": False, "ecc": False, "fan": True}
+
+# (model, GiB on the box) -> what its vendor's tool shows on such a device.  A name alone means its first row.
 MODELS = {
-    ("T4", 16): _model("Tesla T4", 15360, 70, 10, 1590, 5001, 3),
-    ("V100", 16): _model("Tesla V100-SXM2-16GB", 16384, 300, 42, 1530, 877, 3, nvlinks=6),
-    ("V100", 32): _model("Tesla V100-SXM2-32GB", 32768, 300, 42, 1530, 877, 3, nvlinks=6),
-    ("A10", 24): _model("A10", 23028, 150, 17, 1695, 6251, 4),
-    ("A100", 40): _model("A100-SXM4-40GB", 40960, 400, 52, 1410, 1215, 4, nvlinks=12, mig=True),
-    ("A100", 80): _model("A100-SXM4-80GB", 81920, 400, 60, 1410, 1593, 4, nvlinks=12, mig=True),
-    ("A6000", 48): _model("RTX A6000", 49140, 300, 22, 2100, 8001, 4, fan=True),
-    ("L4", 24): _model("L4", 23034, 72, 13, 2040, 6251, 4),
-    ("L40S", 48): _model("L40S", 46068, 350, 33, 2520, 9001, 4),
-    ("H100", 80): _model("H100 80GB HBM3", 81559, 700, 70, 1980, 2619, 5, nvlinks=18, mig=True),
-    ("H200", 141): _model("H200", 143771, 700, 76, 1980, 3201, 5, nvlinks=18, mig=True),
-    ("B200", 180): _model("B200", 183359, 1000, 140, 1965, 3996, 5, nvlinks=18, mig=True),
-    ("MI300X", 192): Model("AMD Instinct MI300X", 196592 * MiB, 750, 140, 2100, 1300, 5, nvlinks=7),
-    ("RTX3090", 24): _model("GeForce RTX 3090", 24576, 350, 25, 2100, 9751, 4, ecc=False, fan=True),
-    ("RTX4090", 24): _model("GeForce RTX 4090", 24564, 450, 18, 3105, 10501, 4, ecc=False, fan=True),
-    ("RTX5090", 32): _model("GeForce RTX 5090", 32607, 575, 20, 3090, 14001, 5, ecc=False, fan=True),
+    ("T4", 16): _model("NVIDIA Tesla T4", 15360, 70, 10, 1590, 5001, 3),
+    ("V100", 16): _model("NVIDIA Tesla V100-SXM2-16GB", 16384, 300, 42, 1530, 877, 3, nvlinks=6),
+    ("V100", 32): _model("NVIDIA Tesla V100-SXM2-32GB", 32768, 300, 42, 1530, 877, 3, nvlinks=6),
+    ("A10", 24): _model("NVIDIA A10", 23028, 150, 17, 1695, 6251, 4),
+    ("A100", 40): _model("NVIDIA A100-SXM4-40GB", 40960, 400, 52, 1410, 1215, 4, nvlinks=12, mig=True),
+    ("A100", 80): _model("NVIDIA A100-SXM4-80GB", 81920, 400, 60, 1410, 1593, 4, nvlinks=12, mig=True),
+    ("A6000", 48): _model("NVIDIA RTX A6000", 49140, 300, 22, 2100, 8001, 4, fan=True),
+    ("L4", 24): _model("NVIDIA L4", 23034, 72, 13, 2040, 6251, 4),
+    ("L40S", 48): _model("NVIDIA L40S", 46068, 350, 33, 2520, 9001, 4),
+    ("H100", 80): _model("NVIDIA H100 80GB HBM3", 81559, 700, 70, 1980, 2619, 5, nvlinks=18, mig=True),
+    ("H200", 141): _model("NVIDIA H200", 143771, 700, 76, 1980, 3201, 5, nvlinks=18, mig=True),
+    ("B200", 180): _model("NVIDIA B200", 183359, 1000, 140, 1965, 3996, 5, nvlinks=18, mig=True),
+    ("GB10", 128): _model("NVIDIA GB10", 122570, 140, 5, 3003, 8533, 5, ecc=False, integrated=True),
+    ("RTX3090", 24): _model("NVIDIA GeForce RTX 3090", 24576, 350, 25, 2100, 9751, 4, **_GAMING),
+    ("RTX4090", 24): _model("NVIDIA GeForce RTX 4090", 24564, 450, 18, 3105, 10501, 4, **_GAMING),
+    ("RTX5090", 32): _model("NVIDIA GeForce RTX 5090", 32607, 575, 20, 3090, 14001, 5, **_GAMING),
+    ("MI100", 32): _model("AMD Instinct MI100", 32752, 290, 38, 1502, 1200, 4, nvlinks=3),
+    ("MI210", 64): _model("AMD Instinct MI210", 65520, 300, 40, 1700, 1600, 4, nvlinks=3),
+    ("MI300X", 192): _model("AMD Instinct MI300X", 196592, 750, 140, 2100, 1300, 5, nvlinks=7, dies=8),
+    ("MI325X", 256): _model("AMD Instinct MI325X", 262128, 1000, 140, 2100, 1500, 5, nvlinks=7, dies=8),
+    ("MI355X", 288): _model("AMD Instinct MI355X", 294896, 1400, 250, 2400, 2000, 5, nvlinks=7, dies=8),
+    ("RX7900XTX", 24): _model("AMD Radeon RX 7900 XTX", 24560, 303, 12, 2526, 1249, 4, **_GAMING),
+    ("RX6600", 8): _model("AMD Radeon RX 6600", 8176, 100, 4, 2750, 875, 4, serial=False, **_GAMING),
+    # Linux lends it half of the host's memory, unless ttm.pages_limit says otherwise.
+    ("StrixHalo", 128): _model(
+        "AMD Radeon 8060S", 65536, 120, 10, 2900, 1000, 4, serial=False, integrated=True, ecc=False
+    ),
+    ("Max1550", 128): _model("Intel Data Center GPU Max 1550", 131072, 600, 120, 1600, 1600, 5, serial=False),
+    ("Arc-A770", 16): _model("Intel Arc A770", 16225, 225, 40, 2400, 2187, 4, **_INTEL),
+    ("Arc-B580", 12): _model("Intel Arc B580", 12216, 190, 15, 2850, 2375, 4, **_INTEL),
+    ("Arc-B60", 24): _model("Intel Arc Pro B60", 24480, 200, 15, 2400, 2375, 5, **_INTEL),
+    ("S4000", 48): _model("Moore Threads MTT S4000", 49152, 450, 60, 1750, 8000, 5),
 }
 
-_PART = re.compile(r"(?:(\d{1,4})x)?([A-Za-z][A-Za-z0-9_]{0,39})(?:-(\d{1,5})GB)?(?::mig=([0-9a-z.,]+))?")
+_PART = re.compile(
+    r"(?:(\d{1,4})x)?([A-Za-z][A-Za-z0-9_-]{0,39}?)(?:-(\d{1,5})GB)?(?::(?:mig=([0-9a-z.,]+)|partition=([a-z]+)))?"
+)
+# AMD's compute partition modes, and into how many partitions they divide a GPU; "cpx" makes one of each of its dies.
+_MODES = {"spx": 1, "dpx": 2, "tpx": 3, "qpx": 4}
 _PROFILE = re.compile(r"([1-7])g\.(\d{1,3})gb")
 
 
 def parse_spec(spec: str) -> tuple[SpecPart, ...]:
     """Return the devices of *spec*, in index order: "8xH100-80GB", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb".
 
+    AMD's are divided by a mode instead of profiles: "8xMI300X:partition=cpx".
     A model that is not in MODELS needs a memory: "4xFoo-24GB".  As on the box it comes in, GB means GiB here.
     Raises InvalidRequest, which says what can be written.
     """
@@ -113,10 +145,10 @@ def _group(group: str, spec: str) -> list[SpecPart]:
         raise InvalidRequest(
             _(
                 "{spec!r} is no node: {group!r} is not COUNTxMODEL-MEMORY.  Write it like '8xH100-80GB', "
-                "'4xRTX4090' or '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb'."
+                "'4xRTX4090', '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb' or '8xMI300X:partition=cpx'."
             ).format(spec=spec, group=group)
         )
-    count, name, gibibytes, profiles = match.groups()
+    count, name, gibibytes, profiles, mode = match.groups()
     if not 0 < int(count or 1) <= DEVICES_AT_MOST:
         raise InvalidRequest(
             _("{group!r} has {count} GPUs: a node has 1 to {most}.").format(
@@ -126,6 +158,7 @@ def _group(group: str, spec: str) -> list[SpecPart]:
     model = _find_model(name, None if gibibytes is None else int(gibibytes))
     divided = tuple(profiles.split(",")) if profiles else ()
     _check_profiles(model, divided, group)
+    divided = _partitions(model, mode, group) if mode else divided
     return [(model, divided)] * int(count or 1)
 
 
@@ -184,6 +217,19 @@ def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None
         )
 
 
+def _partitions(model: Model, mode: str, group: str) -> tuple[str, ...]:
+    """Return *mode* once for each partition into which it divides *model*, or () if it leaves it whole."""
+    counts = {name: count for name, count in {**_MODES, "cpx": model.dies}.items() if count and model.dies % count == 0}
+    if not model.dies or mode not in counts:
+        able = ", ".join(name for (name, _), other in MODELS.items() if other.dies)
+        raise InvalidRequest(
+            _("{group!r}: {name} has no partition mode {mode!r}; {able} have {modes}.").format(
+                group=group, name=model.name, mode=mode, able=able, modes="spx, dpx, qpx, cpx"
+            )
+        )
+    return (mode,) * counts[mode] if counts[mode] > 1 else ()
+
+
 KINDS = ("compute", "graphics", "compute+graphics", "mps")  # of processes
 IDLE_MEMORY = 2**20  # bytes: a driver shows 1 MiB on an unused device
 RESERVED_SHARE = 0.0068  # of the memory: 551 MiB of the 81559 MiB of an H100
@@ -212,7 +258,7 @@ class WorkPattern:
 
 @dataclass(frozen=True)
 class Instance:
-    """A MIG instance."""
+    """A MIG instance, or a partition of an AMD GPU."""
 
     uuid: str
     profile: str
@@ -286,17 +332,46 @@ def new_node(spec: str, place: str, clock: float, *, shared: bool = False) -> Si
     devices = tuple(
         NodeDevice(
             index=index,
-            uuid=_uuid("GPU", place, index, model.name),
+            uuid=_device_uuid(model, place, index),
             model=model,
-            instances=tuple(
-                Instance(_uuid("MIG", place, index, number, profile), profile, instance_memory(profile), number + 1)
-                for number, profile in enumerate(profiles)
-            ),
+            instances=_instances(model, place, index, profiles),
             energy_since=clock,
         )
         for index, (model, profiles) in enumerate(parse_spec(spec))
     )
     return SimulatedNode(spec.strip(), devices, shared=shared)
+
+
+def _device_uuid(model: Model, place: str, index: int) -> str:
+    if not model.serial:
+        return "PCI-" + bus_address(model, index).replace(":", "-").replace(".", "-")
+    uuid = _uuid("GPU", place, index, model.name)
+    return f"GPU-{uuid.replace('-', '')[3:19]}" if model.vendor is AMD else uuid  # as ROCm writes a 64-bit number
+
+
+def _instances(model: Model, place: str, index: int, profiles: tuple[str, ...]) -> tuple[Instance, ...]:
+    if not model.dies:
+        return tuple(
+            Instance(_uuid("MIG", place, index, number, profile), profile, instance_memory(profile), number + 1)
+            for number, profile in enumerate(profiles)
+        )
+    parent = _device_uuid(model, place, index).partition("-")[2]
+    return tuple(
+        Instance(f"{AMD.instance_prefix}{parent}-{number}", mode, model.memory_total // len(profiles), number)
+        for number, mode in enumerate(profiles)
+    )
+
+
+# The bus numbers of a real 8-GPU board; further devices are in further domains.
+_BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
+
+
+def bus_address(model: Model, index: int) -> str:
+    """Return the PCI address of the device *index*, as the kernel writes it, or NVML with an eight-digit domain."""
+    domain, place = divmod(index, len(_BUSES))
+    bus = _BUSES[place]
+    in_kernel = model.vendor.major == DRM_MAJOR
+    return f"{domain:04x}:{bus:02x}:00.0" if in_kernel else f"{domain:08X}:{bus:02X}:00.0"
 
 
 def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
@@ -331,25 +406,32 @@ def memory_total(node: SimulatedNode, uuid: str) -> int:
     return sizes[uuid]
 
 
-def memory_reserved(total: int) -> int:
-    """Return the bytes of *total* that driver and firmware keep."""
-    return int(total * RESERVED_SHARE) // 2**20 * 2**20
+def memory_reserved(model: Model, total: int) -> int:
+    """Return the bytes of *total* that driver and firmware keep: only NVIDIA's driver tells them apart."""
+    kept = RESERVED_SHARE if model.vendor is NVIDIA and not model.integrated else 0
+    return int(total * kept) // 2**20 * 2**20
 
 
 def memory_used(node: SimulatedNode, uuids: set[str], clock: float) -> int:
     """Return the bytes in use on a device or instance, at most what it has; *uuids* come from SimulatedNode.of."""
-    device = next((device for device in node.devices if device.uuid in uuids), None)
+    device = next(device for device in node.devices if not node.of(device).isdisjoint(uuids))
     used = IDLE_MEMORY + sum(use.memory.at(clock) for use in node.uses if use.device in uuids and running(use, clock))
     used += sum(release.memory for release in node.releases if release.device in uuids and release.until > clock)
-    if device and device.memory:
+    if device.memory and device.uuid in uuids:
         used += device.memory.at(clock)
     total = max(memory_total(node, uuid) for uuid in uuids)
-    return min(int(used), total - memory_reserved(total))
+    return min(int(used), total - memory_reserved(device.model, total))
 
 
 def running(use: Use, clock: float) -> bool:
     """Return whether the time of *use* is not over yet."""
     return use.until is None or clock < use.until
+
+
+def sleeps(node: SimulatedNode, device: NodeDevice, clock: float) -> bool:
+    """Return whether the driver has switched *device* off: it wakes while a process uses it."""
+    here = node.of(device)
+    return device.asleep and not any(use.device in here and running(use, clock) for use in node.uses)
 
 
 def utilization(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
@@ -411,7 +493,7 @@ def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, ob
     """Return *node* with these fields of these devices replaced.  Raises InvalidRequest for a MIG instance."""
     for uuid in uuids:
         if uuid not in {device.uuid for device in node.devices}:
-            raise InvalidRequest(_("{uuid} is a MIG instance: name the GPU that it belongs to.").format(uuid=uuid))
+            raise InvalidRequest(_("{uuid} is a part of a GPU: name the GPU that it belongs to.").format(uuid=uuid))
     devices = tuple(replace(device, **change) if device.uuid in uuids else device for device in node.devices)  # type: ignore[arg-type]
     return replace(node, devices=devices)
 

@@ -19,6 +19,7 @@ import os
 import shlex
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -29,7 +30,6 @@ from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPatt
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli.options import SubcommandRow
 from gpuguard.cli.setup import make_lock_files
-from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import DEVICE_FIELDS, HEALTH, Device
@@ -42,6 +42,7 @@ from gpuguard.units import (
     parse_field,
     parse_percent,
 )
+from gpuguard.vendors import VENDORS
 from gpuguard.views.text import json_text, picked
 
 FAULTS = {
@@ -135,7 +136,7 @@ def _share(directory: str) -> None:
 
 def _use(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.device is None and not is_restricted(os.environ):
+    if args.device is None and not any(vendor.visible in os.environ for vendor in VENDORS.values()):
         raise InvalidRequest(
             _("say which GPUs: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`.")
         )
@@ -170,7 +171,7 @@ def _set(args: argparse.Namespace) -> int:
     courses = {"temperature": parse_celsius, "utilization": parse_percent, "memory": parse_bytes}
     given = {name: value for name, value in vars(args).items() if value is not None}
     change = {name: _course(given[name], parse, args.over) for name, parse in courses.items() if name in given}
-    change |= {name: given[name] for name in ("latency", "compute_mode") if name in given}
+    change |= {name: given[name] for name in ("latency", "compute_mode", "asleep") if name in given}
     if not (change or args.fields) and args.release_delay is None:
         raise InvalidRequest(_("nothing to set.  See `gpuguard sim set --help`."))
     fields = dict(map(_field, args.fields))
@@ -272,7 +273,9 @@ def _show(args: argparse.Namespace) -> int:
     )
     for row in rows:
         used, total = (format_bytes(row[f"memory_{name}_bytes"]) for name in ("used", "total"))
-        odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
+        profiles = Counter(instance["mig_profile"] for instance in row["instances"])
+        odd = [*row["faults"], *(f"{count} x {profile}" for profile, count in profiles.items())]
+        odd += [_("asleep")] if row["asleep"] else []
         odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
         odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
         memory = _("{used:>8} of {total:>8}").format(used=used, total=total)
@@ -299,6 +302,7 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
         "temperature_celsius": simulated_node.temperature(state, device, clock),
         "power_draw_watts": simulated_node.power_draw(state, device, clock),
         "faults": [*device.faults, *(f"na:{name}" for name in device.unknown)],
+        "asleep": simulated_node.sleeps(state, device, clock),
         "latency_seconds": device.latency,
         "instances": [{"uuid": part.uuid, "mig_profile": part.profile} for part in device.instances],
         "processes": [
@@ -362,12 +366,18 @@ _WHERE: dict[str, Options] = {
     }
 }
 _START: dict[str, Options] = {
-    "spec": {"metavar": "SPEC", "help": "'8xH100-80GB', '4xRTX4090', '1xA100-40GB:mig=3g.20gb,3g.20gb', joined by +"},
+    "spec": {
+        "metavar": "SPEC",
+        "help": "'8xH100-80GB', '1xA100-40GB:mig=3g.20gb,3g.20gb', '8xMI300X:partition=cpx', '2xArc-B60', joined by +",
+    },
     "--force": {"action": "store_true", "help": "replace the node that is there"},
     "--shared": {"action": "store_true", "help": f"for all users, as root (default place: {SHARED})"},
 }
 _USE: dict[str, Options] = {
-    "--device": {"metavar": "D,..", "help": "indices, uuids or 'all' (default: what CUDA_VISIBLE_DEVICES names)"},
+    "--device": {
+        "metavar": "D,..",
+        "help": "indices, uuids or 'all' (default: what CUDA_VISIBLE_DEVICES or the like names)",
+    },
     "--memory": _quantity(parse_bytes, "SIZE", "on each GPU, as in 10GiB", required=True),
     "--utilization": _quantity(parse_percent, "PERCENT", "as in 90%% (default: 0%%)", default=0.0),
     "--ramp-to": _quantity(parse_bytes, "SIZE", "what the memory grows to, evenly"),
@@ -397,6 +407,10 @@ _SET: dict[str, Options] = {
     "--compute-mode": {
         "choices": ("default", "exclusive_process", "prohibited"),
         "help": "how many processes the GPU lets in: any, one, none",
+    },
+    "--asleep": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "the driver switches the GPU off while no process uses it, as it does AMD's and Intel's",
     },
     "--release-delay": _quantity(parse_duration, "DURATION", "how long memory outlives its process, on all GPUs"),
 }
