@@ -5,7 +5,6 @@ A vendor is one value here, and the field `vendor` of a device names it.  This m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,14 +44,29 @@ class Vendor:
     versions: tuple[str, ...]  # files that say the version of the loaded kernel module
     programs: tuple[str, ...]  # services and tools of the driver, as globs of their names
 
-    def kernel_version(self) -> str | None:
-        """Return the version of the loaded kernel module, "580.65.06", or None if it does not say."""
-        for path in self.versions:
-            if os.path.exists(path):
-                with open(path, encoding="utf-8", errors="replace") as file:
-                    words = file.read().partition("\n")[0].split()
-                return next((word for word in words if word[0].isdigit() and "." in word), None)
+    tool: str  # the program of its driver that shows its GPUs
+    log_words: tuple[str, ...]  # that the lines of its driver in the kernel's log contain
+    container_options: str  # with which a container gets its GPUs
+    toolkit: tuple[str, str] | None  # what its programs compute with, and the file that says the version
+    tried: bool  # gpuguard was tried on such hardware, not only on files of it
+
+    def kernel_version(self, root: str = "") -> str | None:
+        """Return the version of the kernel module that is loaded, "580.65.06", or None if it does not say."""
+        return next(filter(None, (_version_in(root + path) for path in self.versions)), None)
+
+    def toolkit_version(self, root: str = "") -> str | None:
+        """Return the version of what its programs compute with, "ROCm 6.3.1-48", or None if it is not there."""
+        version = _version_in(root + self.toolkit[1]) if self.toolkit else None
+        return f"{self.toolkit[0]} {version}" if self.toolkit and version else None
+
+
+def _version_in(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            words = file.readline(4096).split()
+    except OSError:
         return None
+    return next((word for word in words if word[0].isdigit() and "." in word), None)
 
 
 NVIDIA = Vendor(
@@ -90,6 +104,11 @@ NVIDIA = Vendor(
         "nvitop",
         "gpustat",
     ),
+    tool="nvidia-smi",
+    log_words=("nvrm", "xid"),
+    container_options="--gpus all (NVIDIA Container Toolkit)",
+    toolkit=None,
+    tried=True,
 )
 
 MPS_SERVER = "nvidia-cuda-mps-server"  # the program
@@ -122,6 +141,11 @@ AMD = Vendor(
     capability_minors="",
     versions=("/sys/module/amdgpu/version",),
     programs=("rdcd", "amdgpu_top", "amd_smi_exporter", "radeontop"),
+    tool="rocm-smi",
+    log_words=("amdgpu",),
+    container_options="--device /dev/kfd --device /dev/dri",
+    toolkit=("ROCm", "/opt/rocm/.info/version"),
+    tried=False,
 )
 
 INTEL = Vendor(
@@ -149,6 +173,11 @@ INTEL = Vendor(
     capability_minors="",
     versions=("/sys/module/xe/version", "/sys/module/i915/version"),
     programs=("xpumd", "xpu-smi", "intel_gpu_top"),
+    tool="xpu-smi",
+    log_words=("xe", "i915"),
+    container_options="--device /dev/dri",
+    toolkit=None,
+    tried=False,
 )
 
 MTHREADS = Vendor(
@@ -175,6 +204,11 @@ MTHREADS = Vendor(
     capability_minors="",
     versions=("/sys/module/mtgpu/version",),
     programs=("mthreads-gmi",),
+    tool="mthreads-gmi",
+    log_words=("mtgpu",),
+    container_options="--runtime mthreads --env MTHREADS_VISIBLE_DEVICES=all",
+    toolkit=None,
+    tried=False,
 )
 
 VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD, INTEL, MTHREADS)}

@@ -1,6 +1,8 @@
 """What is wrong with a machine, and what to do."""
 
+import grp
 import json
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +10,27 @@ from pathlib import Path
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
+from gpuguard.backends import BACKENDS
 from gpuguard.claims.directory import daemon_files
 from gpuguard.claims.disk_room import Room, RoomUsage
+from gpuguard.cli import doctor as doctor_command
+from gpuguard.cli.doctor import driver_of, drivers_of
 from gpuguard.errors import DriverMismatch, DriverNotFound, DriverUnresponsive
+from gpuguard.model import Gap, Snapshot
 from gpuguard.sanitize import display_width
-from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, DoctorFacts, checks, to_text, worst
+from gpuguard.vendors import AMD, INTEL, MTHREADS, NVIDIA
+from gpuguard.views.doctor import (
+    CHECKS,
+    DRIVER_CHECKS,
+    FAULT,
+    OK,
+    WARNING,
+    DoctorFacts,
+    DriverFacts,
+    checks,
+    to_text,
+    worst,
+)
 
 HEALTHY = DoctorFacts(
     host="node1",
@@ -20,8 +38,7 @@ HEALTHY = DoctorFacts(
     uid=1001,
     snapshot=a_snapshot(a_device(persistence_mode=True)),
     answer_seconds=0.03,
-    kernel_version="550.54.15",
-    device_nodes=("nvidia0", "nvidiactl"),
+    drivers=(DriverFacts(NVIDIA, ("nvidia",), "550.54.15", nodes={"/dev/nvidia0": True, "/dev/nvidiactl": True}),),
     lock_path="/run/gpuguard",
     lock_owner=0,
     file_system="tmpfs",
@@ -64,20 +81,46 @@ def test_what_a_backend_does_not_need_is_not_asked_for(backend, absent):
 
 ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (RoomUsage(0, 11, 2**20),))
 FILLED = replace(ROOM, files_free=2000, taken=(RoomUsage(2**22 + 7, 14000, 2 * 2**20), RoomUsage(0, 11, 2**20)))
-NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
+NO_GPU = without_driver(DriverNotFound("none"), drivers=())
 DIVIDED = a_device(mig_mode=True)
+AMDS = DriverFacts(AMD, ("amdgpu",), "6.8.5", "ROCm 6.3.1", {"/dev/dri/renderD128": True, "/dev/kfd": True})
+CLOSED = {"/dev/dri/renderD128": False, "/dev/kfd": False}
+KEPT_OUT = replace(AMDS, nodes=CLOSED, groups=("render", "video"))
+OF_AMD = a_device(vendor="amd", problems=("lost",))
 DIAGNOSES = [
+    ("kernel driver", {"drivers": (AMDS,)}, OK, "AMD: amdgpu 6.8.5, ROCm 6.3.1", None),
+    ("kernel driver", {"drivers": (replace(AMDS, version=None, toolkit=None),)}, OK, "AMD: amdgpu", None),
+    ("device nodes", {}, OK, "NVIDIA: you may open /dev/nvidia0, /dev/nvidiactl", None),
+    ("device nodes", {"drivers": (KEPT_OUT,)}, FAULT,
+     "AMD: you may not open /dev/dri/renderD128, /dev/kfd", "`sudo usermod -aG render,video $USER`, then log in again"),
+    ("device nodes", {"drivers": (KEPT_OUT,), "container": "docker"}, FAULT, "not open", "--device /dev/kfd"),
+    ("device nodes", {"drivers": (replace(AMDS, nodes={**CLOSED, "/dev/dri/renderD128": True}),)}, FAULT,
+     "AMD: you may not open /dev/kfd", "`sudo dmesg | grep -i -e amdgpu` may say why"),
+    ("device nodes", {"drivers": (replace(AMDS, nodes={**CLOSED, "/dev/kfd": True, "/dev/dri/renderD129": True}),)},
+     WARNING, "AMD: you may not open /dev/dri/renderD128", "ls -l /dev"),
+    ("device nodes", {"drivers": (DriverFacts(INTEL, ("xe",)),)}, FAULT,
+     "Intel: there is no device node", "grep -i -e xe -e i915"),
+    ("untried", {"drivers": (AMDS,)}, WARNING, "AMD: gpuguard was not tried", "with `rocm-smi`"),
+    ("untried", {"drivers": (DriverFacts(INTEL),)}, WARNING, "Intel: gpuguard was not tried", "with `xpu-smi`"),
+    ("untried", {"drivers": (DriverFacts(MTHREADS),)}, WARNING, "Moore Threads: gpuguard was not", "`mthreads-gmi`"),
+    ("driver", {"snapshot": a_snapshot(gaps=(Gap(None, "amd devices", "it hangs"),))}, FAULT,
+     "amd devices: it hangs", None),
+    ("driver", without_driver(DriverUnresponsive("it hangs"), drivers=(AMDS,)), FAULT, "hangs", "grep -i -e amdgpu`"),
+    ("devices", {"snapshot": a_snapshot(OF_AMD)}, FAULT, "unhealthy: GPU 0: lost", "grep -i -e amdgpu`.  Reboot"),
+    ("devices", {"snapshot": replace(a_snapshot(), devices=()), "drivers": (AMDS,)}, FAULT, "no GPU", "-e amdgpu"),
+    ("processes", {"snapshot": a_snapshot(a_device(vendor="amd", processes_plausible=False))}, WARNING,
+     "no sense", None),
     ("audit log", {"full_log": "/var/log/x"}, FAULT, "no room for the next line of /var/log/x", "signals no process"),
-    ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),
+    ("driver", NO_GPU, FAULT, "no driver of a GPU", "gpuguard sim start"),
     ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
     ("driver", without_driver(DriverUnresponsive("the driver hangs")), FAULT, "the driver hangs", "dmesg"),
     ("library", without_driver(DriverNotFound("none")), FAULT, "cannot open", "Install"),
-    ("library", {"library_error": "cannot open", "device_nodes": ("nvidia0",)}, FAULT, "", "--backend smi"),
+    ("library", {"library_error": "cannot open"}, FAULT, "", "--backend smi"),
     ("library", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "needs glibc", "Debian"),
-    ("driver", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "no NVIDIA driver", "gpuguard sim start"),
+    ("driver", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "no driver of a GPU", "gpuguard sim start"),
     ("versions", without_driver(DriverMismatch("x", "560.1", "550.2")), FAULT,
      "library 560.1, kernel module 550.2", "systemctl stop gpuguard"),
-    ("versions", {"kernel_version": "535.1"}, WARNING, "535.1", "Reboot"),
+    ("versions", {"drivers": (DriverFacts(NVIDIA, version="535.1"),)}, WARNING, "535.1", "Reboot"),
     ("devices", {"snapshot": a_snapshot(a_device(problems=("lost",)), a_device())}, FAULT,
      "1 of 2 unhealthy: GPU 0: lost", "after `sudo systemctl stop gpuguard`"),
     ("devices", {"snapshot": replace(a_snapshot(), devices=())}, FAULT, "", None),
@@ -140,17 +183,35 @@ def test_each_fault_is_named_with_what_to_do(name, facts, status, says, advises)
     assert (advises or "") in (check.advice or "")
 
 
+def test_drivers_of_several_vendors_get_lines_of_their_own():
+    lines = [(check.name, check.found) for check in checks(replace(HEALTHY, drivers=(*HEALTHY.drivers, KEPT_OUT)))]
+
+    assert [found.partition(":")[0] for name, found in lines if name == "kernel driver"] == ["NVIDIA", "AMD"]
+    assert [found.partition(":")[0] for name, found in lines if name == "device nodes"] == ["NVIDIA", "AMD"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "drivers", "asked"),
+    [("auto", HEALTHY.drivers, True), ("auto", (AMDS,), False), ("auto", (), True), ("amd", (), False),
+     ("amd,nvml", (AMDS,), True)],
+)  # fmt: skip
+def test_the_library_of_nvidia_is_asked_for_where_nothing_else_can_be_meant(monkeypatch, backend, drivers, asked):
+    monkeypatch.setitem(BACKENDS, "amd", "")
+
+    assert asked is ("library" in {check.name for check in checks(replace(HEALTHY, backend=backend, drivers=drivers))})
+
+
 def test_every_check_is_shown_to_find_something():
     # file system: an unsafe one is already an error of the lock directory
-    assert {name for name, *_ in DIAGNOSES} == set(CHECKS) - {"file system"}
+    assert {name for name, *_ in DIAGNOSES} == {*CHECKS, *DRIVER_CHECKS} - {"file system"}
 
 
 def test_unknown_is_no_fault():
-    names = "kernel_version file_system first_pid_namespace hidepid protected_regular protected_hardlinks"
+    names = "file_system first_pid_namespace hidepid protected_regular protected_hardlinks"
     nothing = dict.fromkeys(names.split())
     snapshot = a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None)
 
-    assert worst(checks(replace(HEALTHY, snapshot=snapshot, **nothing))) == OK
+    assert worst(checks(replace(HEALTHY, snapshot=snapshot, drivers=(DriverFacts(NVIDIA),), **nothing))) == OK
 
 
 @pytest.mark.parametrize("width", [None, 60, 80, 200])
@@ -163,6 +224,65 @@ def test_the_screen_fits_and_no_word_of_advice_is_lost(width):
     assert width is None or all(display_width(line) <= width for line in lines)
     assert text.count("no ") >= 60
     assert all(" ".join(check.advice.split()) in text for check in checks(facts) if check.advice)
+
+
+@pytest.fixture
+def an_amd_machine(tmp_path: Path) -> str:
+    """Files of the kernel that show one AMD GPU and the version of its driver, and its nodes."""
+    device = "sys/class/drm/card1/device"
+    texts = {
+        f"{device}/uevent": "DRIVER=amdgpu\nPCI_ID=1002:74A1\nPCI_SLOT_NAME=0000:03:00.0\n",
+        f"{device}/drm/renderD128/dev": "226:128\n",
+        "sys/module/amdgpu/version": "6.8.5\n",
+        "opt/rocm/.info/version": "6.3.1-48\n",
+        "dev/dri/renderD128": "",
+        "dev/kfd": "",
+    }
+    for name, text in texts.items():
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(tmp_path)
+
+
+def test_what_the_kernel_shows_of_a_driver_is_found(an_amd_machine):
+    expected = DriverFacts(AMD, ("amdgpu",), "6.8.5", "ROCm 6.3.1-48", {"/dev/dri/renderD128": True, "/dev/kfd": True})
+
+    assert driver_of(AMD, an_amd_machine) == expected
+    assert driver_of(INTEL, an_amd_machine) == DriverFacts(INTEL)
+
+
+def test_of_a_node_that_is_closed_the_group_is_named_whose_members_may_open_it(an_amd_machine, monkeypatch):
+    group = grp.getgrgid(max(os.getgid(), 1))
+    for name, mode in (("kfd", 0o660), ("dri/renderD128", 0o600)):
+        os.chown(f"{an_amd_machine}/dev/{name}", -1, group.gr_gid)
+        os.chmod(f"{an_amd_machine}/dev/{name}", mode)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    found = driver_of(AMD, an_amd_machine)
+
+    assert (found.groups, set(found.nodes.values())) == ((group.gr_name,), {False})
+
+
+def test_a_driver_without_files_in_sys_is_found_by_its_nodes(tmp_path):
+    for name in ("sys/module/nvidia", "dev"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    found = driver_of(NVIDIA, str(tmp_path))
+
+    assert (found.modules, list(found.nodes)) == (("nvidia",), ["/dev/nvidia0", "/dev/nvidiactl"])
+
+
+def test_the_drivers_are_those_of_the_devices_or_without_any_those_that_are_here(monkeypatch):
+    here = {"nvidia": DriverFacts(NVIDIA), "amd": AMDS, "intel": DriverFacts(INTEL, ("i915",))}
+    monkeypatch.setattr(doctor_command, "driver_of", lambda vendor: here.get(vendor.name, DriverFacts(vendor)))
+
+    def names(backend: str, snapshot: Snapshot | None) -> list[str]:
+        return [driver.vendor.name for driver in drivers_of(backend, snapshot)]
+
+    assert names("auto", a_snapshot(a_device(), a_device(vendor="amd"))) == ["nvidia", "amd"]
+    assert names("auto", None) == ["amd", "intel"]
+    assert names("nvml", a_snapshot(a_device())) == ["nvidia"]
+    assert names("simulated", a_snapshot(a_device())) == []
 
 
 @pytest.fixture

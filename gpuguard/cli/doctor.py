@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import grp
 import os
 import sys
 import time
@@ -14,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
+from gpuguard.backends import parts_of
+from gpuguard.backends.drm import cards
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.daemon_client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
@@ -29,14 +33,14 @@ from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, append, events_path
-from gpuguard.model import CLOCKS, WHO_FIELDS, Device
+from gpuguard.model import CLOCKS, WHO_FIELDS, Device, Snapshot
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
 from gpuguard.source import daemon_lives, hidepid
-from gpuguard.vendors import NVIDIA, vendor_of
+from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor
 from gpuguard.views import doctor
-from gpuguard.views.doctor import FAULT, DoctorFacts
+from gpuguard.views.doctor import FAULT, DoctorFacts, DriverFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
@@ -67,8 +71,10 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     driver = _driver(args)
     snapshot = driver["snapshot"]
     devices = snapshot.devices if snapshot else ()
-    vendor, outer = vendor_of(devices[0]) if devices else NVIDIA, outer_devices(os.environ, devices)
-    variables = (vendor.visible, *vendor.numbering, vendor.container, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+    outer, drivers = outer_devices(os.environ, devices), drivers_of(args.backend, snapshot)
+    vendors = [found.vendor for found in drivers] or [NVIDIA]
+    of_vendors = ((vendor.visible, *vendor.numbering, *vendor.filters, vendor.container) for vendor in vendors)
+    variables = dict.fromkeys([*chain.from_iterable(of_vendors), "SLURM_JOB_ID", "GPUGUARD_CLAIM"])
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
@@ -80,8 +86,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         full_log=_full_log(),
         library_error=_library_error(),
         glibc=has_glibc(),
-        kernel_version=vendor.kernel_version(),
-        device_nodes=tuple(sorted(os.path.basename(path) for path in glob(f"{vendor.device_node}*"))),
+        drivers=drivers,
         first_pid_namespace=in_first_pid_namespace(),
         hidepid=hidepid(),
         container=_container(os.environ),
@@ -100,6 +105,46 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
     except BackendError as error:
         return {"error": error, "snapshot": None}
     return {"snapshot": snapshot, "answer_seconds": time.monotonic() - began}
+
+
+def drivers_of(backend: str, snapshot: Snapshot | None) -> tuple[DriverFacts, ...]:
+    """Return what is here of the drivers that *backend* reads: of the vendors of the devices, if it read any."""
+    read = parts_of(backend)
+    found = [driver_of(vendor) for vendor in VENDORS.values() if vendor.backend in read or "auto" in read]
+    if shown := {device.vendor for device in snapshot.devices} if snapshot else set():
+        return tuple(driver for driver in found if driver.vendor.name in shown)
+    return tuple(driver for driver in found if driver.modules or driver.nodes)
+
+
+def driver_of(vendor: Vendor, root: str = "") -> DriverFacts:
+    """Return what is here of a driver; *root* is the directory that has dev and sys, without a slash at its end."""
+    if vendor.major == DRM_MAJOR:
+        gpus = cards(root, vendor)
+        modules = [card.driver for card in gpus]
+        paths = [f"{vendor.device_node}{card.render_minor}" for card in gpus if card.render_minor is not None]
+    else:
+        modules = [name for name in vendor.drivers if os.path.exists(f"{root}/sys/module/{name}")]
+        paths = [path.removeprefix(root) for path in glob(f"{root}{vendor.device_node}[0-9]*")]
+    paths += [vendor.control_node] if paths and vendor.control_node else []
+    nodes = {path: os.access(root + path, os.R_OK | os.W_OK) for path in sorted(paths)}
+    groups = {_group_of(root + path) for path, is_open in nodes.items() if not is_open}
+    return DriverFacts(
+        vendor,
+        modules=tuple(dict.fromkeys(modules)),
+        version=vendor.kernel_version(root),
+        toolkit=vendor.toolkit_version(root),
+        nodes=nodes,
+        groups=tuple(sorted(filter(None, groups))),
+    )
+
+
+def _group_of(path: str) -> str:
+    """Return the name of the group whose members may open a node, or "" if there is none but root's."""
+    with suppress(OSError, KeyError):
+        seen = os.stat(path)
+        if seen.st_gid and seen.st_mode & 0o060 == 0o060:
+            return grp.getgrgid(seen.st_gid).gr_name
+    return ""
 
 
 def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ so this file reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuguard.backends import RECORDED
+from gpuguard.backends import RECORDED, parts_of
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
@@ -19,12 +19,24 @@ from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_count
-from gpuguard.vendors import NVIDIA
+from gpuguard.vendors import NVIDIA, Vendor, vendor_of
 from gpuguard.views.text import Paint, padded, table, wrapped
 
 OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
 _COLOURS = {OK: "green", WARNING: "yellow", FAULT: "bold red"}
 _SIMULATE = N_("To try gpuguard without a GPU: `gpuguard sim start`, then give every command `--backend simulated`.")
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """What was found of the driver of one vendor."""
+
+    vendor: Vendor
+    modules: tuple[str, ...] = ()  # of the kernel, to which its GPUs are bound
+    version: str | None = None  # of the loaded kernel module
+    toolkit: str | None = None  # "ROCm 6.3.1"
+    nodes: Mapping[str, bool] = field(default_factory=dict)  # /dev/nvidia0 ...: whether this user may open it
+    groups: tuple[str, ...] = ()  # whose members may open those that this user may not
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,7 @@ class DoctorFacts:
     answer_seconds: float | None = None  # until the driver answered
     library_error: str | None = None  # of loading libnvidia-ml.so.1, or None if it loads
     glibc: bool = True  # without it that library loads nowhere
-    kernel_version: str | None = None  # of the loaded kernel module
-    device_nodes: tuple[str, ...] = ()  # /dev/nvidia0 ...
+    drivers: tuple[DriverFacts, ...] = ()  # those that are here
     lock_path: str | None = None
     lock_owner: int | None = None  # None for a sticky directory with files of all users
     lock_missing: bool = False
@@ -72,7 +83,12 @@ class DoctorFacts:
     @property
     def simulated(self) -> bool:
         """Whether the node exists only in a file, so that no check of the driver applies."""
-        return self.backend.startswith("simulated")
+        return self.backend.startswith("simulated") or bool(self.snapshot and self.snapshot.simulated)
+
+    @property
+    def nvidia(self) -> DriverFacts | None:
+        """What was found of NVIDIA's driver, or None if it is not here."""
+        return next((driver for driver in self.drivers if driver.vendor.name == NVIDIA.name), None)
 
     @property
     def recorded(self) -> bool:
@@ -94,8 +110,9 @@ Finding = tuple[str, str, str | None]  # status, found, advice
 
 
 def checks(facts: DoctorFacts) -> tuple[Check, ...]:
-    """Return the results of all checks that apply, in the order of CHECKS."""
-    findings = ((name, check(facts)) for name, check in CHECKS.items())
+    """Return the results of all checks that apply, in the order of DRIVER_CHECKS, for each driver, and of CHECKS."""
+    findings = [(name, check(facts, driver)) for driver in facts.drivers for name, check in DRIVER_CHECKS.items()]
+    findings += [(name, check(facts)) for name, check in CHECKS.items()]
     return tuple(Check(name, *finding) for name, finding in findings if finding)
 
 
@@ -104,15 +121,61 @@ def worst(found: Sequence[Check]) -> str:
     return max((check.status for check in found), key=(OK, WARNING, FAULT).index, default=OK)
 
 
+def _kernel_driver(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
+    module = " ".join(filter(None, (", ".join(driver.modules), driver.version)))
+    found = ", ".join(filter(None, (module, driver.toolkit)))
+    return (OK, f"{driver.vendor.title}: {found}", None) if found else None
+
+
+def _device_nodes(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
+    if not driver.nodes and driver.vendor.may_lack_nodes:
+        return None
+    title, closed = driver.vendor.title, [path for path, is_open in driver.nodes.items() if not is_open]
+    if driver.nodes and not closed:
+        return OK, _("{vendor}: you may open {nodes}").format(vendor=title, nodes=", ".join(driver.nodes)), None
+    if facts.container:
+        advice = _("Start the container with {options}.").format(options=driver.vendor.container_options)
+    elif driver.groups:
+        advice = _("`sudo usermod -aG {groups} $USER`, then log in again.").format(groups=",".join(driver.groups))
+    else:
+        advice = _("`ls -l /dev` shows who may; `{dmesg}` may say why they are not there.").format(
+            dmesg=_kernel_log([driver.vendor])
+        )
+    if not driver.nodes:
+        return FAULT, _("{vendor}: there is no device node").format(vendor=title), advice
+    found = _("{vendor}: you may not open {nodes}").format(vendor=title, nodes=", ".join(closed))
+    # A site may give a user some of the GPUs.
+    usable = driver.nodes.get(driver.vendor.control_node, True) and len(closed) < len(driver.nodes)
+    return (WARNING if usable else FAULT), found, advice
+
+
+def _untried(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
+    if driver.vendor.tried:
+        return None
+    found = _("{vendor}: gpuguard was not tried on such GPUs yet, only on files that describe them")
+    advice = _("Compare `gpuguard who` with `{tool}` before you rely on it, and report what differs.")
+    return WARNING, found.format(vendor=driver.vendor.title), advice.format(tool=driver.vendor.tool)
+
+
+def _kernel_log(vendors: Iterable[Vendor]) -> str:
+    return "sudo dmesg | grep -i " + " ".join(f"-e {word}" for vendor in vendors for word in vendor.log_words)
+
+
+def _reads_nvml(facts: DoctorFacts) -> bool:
+    """Return whether NVIDIA's library is read, as it is also where no driver of any vendor is found."""
+    kinds = {part.partition(":")[0] for part in parts_of(facts.backend)}
+    return NVIDIA.backend in kinds or ("auto" in kinds and bool(facts.nvidia or not facts.drivers))
+
+
 def _library(facts: DoctorFacts) -> Finding | None:
-    if facts.simulated or facts.backend.startswith(("smi", "replay")):
+    if not _reads_nvml(facts):
         return None  # the library is not needed
     if facts.library_error is None:
         return OK, _("libnvidia-ml.so.1 loads"), None
     if not facts.glibc:
         found, _end, advice = translated(NEEDS_GLIBC).partition("\n")
         return FAULT, found, advice
-    if facts.device_nodes or facts.kernel_version:
+    if facts.nvidia:
         inside = _(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else ""
         return (
             FAULT,
@@ -127,6 +190,9 @@ def _library(facts: DoctorFacts) -> Finding | None:
 
 def _driver(facts: DoctorFacts) -> Finding:
     if facts.error is None and facts.snapshot:
+        unread = [gap for gap in facts.snapshot.gaps if gap.device is None and gap.field.endswith("devices")]
+        if unread:  # another vendor's were read
+            return FAULT, "; ".join(f"{gap.field}: {translated(gap.reason)}" for gap in unread), None
         seconds = (
             ""
             if facts.answer_seconds is None
@@ -143,17 +209,16 @@ def _driver(facts: DoctorFacts) -> Finding:
             ),
             None,
         )
-    if isinstance(facts.error, DriverNotFound) and not facts.device_nodes and not facts.kernel_version:
+    if isinstance(facts.error, DriverNotFound) and not facts.drivers:
         if facts.container and facts.glibc:
-            advice = _("Start the container with --gpus all (NVIDIA Container Toolkit).") + f"  {_(_SIMULATE)}"
-            return FAULT, _("this container sees no GPU"), advice
-        return FAULT, _("this machine has no NVIDIA driver, and perhaps no NVIDIA GPU"), _(_SIMULATE)
-    hangs = isinstance(facts.error, DriverUnresponsive)
-    return (
-        FAULT,
-        translated(str(facts.error)),
-        _("`sudo dmesg | grep -i -e nvrm -e xid` may say why.") if hangs else None,
-    )
+            start = _("Start the container with {options}.").format(options=NVIDIA.container_options)
+            return FAULT, _("this container sees no GPU"), f"{start}  {_(_SIMULATE)}"
+        return FAULT, _("this machine has no driver of a GPU that gpuguard knows, and perhaps no GPU"), _(_SIMULATE)
+    advice = None
+    if isinstance(facts.error, DriverUnresponsive):
+        command = _kernel_log([driver.vendor for driver in facts.drivers] or [NVIDIA])
+        advice = _("`{dmesg}` may say why.").format(dmesg=command)
+    return FAULT, translated(str(facts.error)), advice
 
 
 def _versions(facts: DoctorFacts) -> Finding | None:
@@ -170,14 +235,13 @@ def _versions(facts: DoctorFacts) -> Finding | None:
         )
         return FAULT, found, advice
     library = facts.snapshot.driver_version if facts.snapshot else None
-    if library is None or facts.kernel_version is None:
+    module = facts.nvidia.version if facts.nvidia else None
+    if library is None or module is None:
         return None
-    if library != facts.kernel_version:
+    if library != module:
         return (
             WARNING,
-            _("library {library}, kernel module {kernel_version}").format(
-                library=library, kernel_version=facts.kernel_version
-            ),
+            _("library {library}, kernel module {kernel_version}").format(library=library, kernel_version=module),
             _("Reboot when the machine is free."),
         )
     return OK, _("library and kernel module are both {library}").format(library=library), None
@@ -188,22 +252,29 @@ def _devices(facts: DoctorFacts) -> Finding | None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
     if not whole:
-        return FAULT, _("the driver lists no GPU"), _("See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`.")
-    ill = [
-        _("GPU {index}: {problems}").format(index=device.index, problems=", ".join(map(translated, device.problems)))
-        for device in whole
-        if device.problems
-    ]
-    if ill:
-        advice = _(
-            "Jobs get the other GPUs.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
-            "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
-            "stop gpuguard`."
+        vendors = [driver.vendor for driver in facts.drivers] or [NVIDIA]
+        return FAULT, _("the driver lists no GPU"), _("See `lspci` and `{dmesg}`.").format(dmesg=_kernel_log(vendors))
+    if ill := [device for device in whole if device.problems]:
+        problems = [
+            _("GPU {index}: {problems}").format(
+                index=device.index, problems=", ".join(map(translated, device.problems or ()))
+            )
+            for device in ill
+        ]
+        of_ill = {device.vendor: vendor_of(device) for device in ill}
+        advice = _("Jobs get the other GPUs.  See `{dmesg}`.  Reboot when these may end.").format(
+            dmesg=_kernel_log(of_ill.values())
         )
+        if list(of_ill) == [NVIDIA.name]:
+            advice = _(
+                "Jobs get the other GPUs.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
+                "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
+                "stop gpuguard`."
+            )
         return (
             FAULT,
             _("{count} of {whole} unhealthy: {problems}").format(
-                count=len(ill), whole=len(whole), problems="; ".join(ill)
+                count=len(ill), whole=len(whole), problems="; ".join(problems)
             ),
             advice,
         )
@@ -231,7 +302,9 @@ def _processes(facts: DoctorFacts) -> Finding | None:
         found = _("no process list of GPU {indices}").format(indices=_indices(silent))
         return WARNING, found, _("gpuguard goes by memory in use instead: give it exact names with a newer driver.")
     if odd := [device for device in devices if not device.processes_plausible]:
-        advice = _("nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`.")
+        advice = None
+        if any(device.vendor == NVIDIA.name for device in odd):
+            advice = _("nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`.")
         if not facts.first_pid_namespace:
             advice = _("These are pids of the host.  Start the container with --pid=host to see whose they are.")
         return WARNING, _("the process list of GPU {indices} makes no sense").format(indices=_indices(odd)), advice
@@ -240,7 +313,8 @@ def _processes(facts: DoctorFacts) -> Finding | None:
 
 def _persistence(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
-    modes = [device.persistence_mode for device in devices if not device.parent_uuid]
+    whole = [device for device in devices if not device.parent_uuid and device.vendor == NVIDIA.name]
+    modes = [device.persistence_mode for device in whole]
     if facts.simulated or not modes or all(mode is None for mode in modes):
         return None
     if False in modes:
@@ -471,6 +545,11 @@ def _versions_of_python(facts: DoctorFacts) -> Finding:
     return OK, found, None
 
 
+DRIVER_CHECKS: Mapping[str, Callable[[DoctorFacts, DriverFacts], Finding | None]] = {
+    N_("kernel driver"): _kernel_driver,
+    N_("device nodes"): _device_nodes,
+    N_("untried"): _untried,
+}
 CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     N_("library"): _library,
     N_("driver"): _driver,
