@@ -45,6 +45,7 @@ class Vendor:
     programs: tuple[str, ...]  # services and tools of the driver, as globs of their names
 
     tool: str  # the program of its driver that shows its GPUs
+    topology_command: str  # shows how its GPUs are connected
     log_words: tuple[str, ...]  # that the lines of its driver in the kernel's log contain
     container_options: str  # with which a container gets its GPUs
     toolkit: tuple[str, str] | None  # what its programs compute with, and the file that says the version
@@ -105,6 +106,7 @@ NVIDIA = Vendor(
         "gpustat",
     ),
     tool="nvidia-smi",
+    topology_command="nvidia-smi topo -m",
     log_words=("nvrm", "xid"),
     container_options="--gpus all (NVIDIA Container Toolkit)",
     toolkit=None,
@@ -142,6 +144,7 @@ AMD = Vendor(
     versions=("/sys/module/amdgpu/version",),
     programs=("rdcd", "amdgpu_top", "amd_smi_exporter", "radeontop"),
     tool="rocm-smi",
+    topology_command="rocm-smi --showtopo",
     log_words=("amdgpu",),
     container_options="--device /dev/kfd --device /dev/dri",
     toolkit=("ROCm", "/opt/rocm/.info/version"),
@@ -174,6 +177,7 @@ INTEL = Vendor(
     versions=("/sys/module/xe/version", "/sys/module/i915/version"),
     programs=("xpumd", "xpu-smi", "intel_gpu_top"),
     tool="xpu-smi",
+    topology_command="xpu-smi topology -m",
     log_words=("xe", "i915"),
     container_options="--device /dev/dri",
     toolkit=None,
@@ -205,6 +209,7 @@ MTHREADS = Vendor(
     versions=("/sys/module/mtgpu/version",),
     programs=("mthreads-gmi",),
     tool="mthreads-gmi",
+    topology_command="mthreads-gmi topo -m",
     log_words=("mtgpu",),
     container_options="--runtime mthreads --env MTHREADS_VISIBLE_DEVICES=all",
     toolkit=None,

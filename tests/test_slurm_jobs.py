@@ -21,8 +21,9 @@ from gpuguard.cli.run import command_of
 from gpuguard.cli.submit.ray import entrypoint
 from gpuguard.cli.submit.slurm import command_line
 from gpuguard.clusters import slurm
-from gpuguard.clusters.slurm import Allocation, SlurmReply, allocation, devices_of
+from gpuguard.clusters.slurm import Allocation, SlurmReply, allocation, devices_of, with_files
 from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.model import Device
 from gpuguard.views import queue as views
 
 FOUR = tuple(a_device(index, minor_number=index) for index in range(4))
@@ -256,6 +257,22 @@ def test_setup_prints_the_devices_as_slurm_counts_them():
     assert any(line.startswith("NodeName=n1 Gres=gpu:a100_sxm4_80gb:2,gpu:rtx_a4000:1") for line in text)
     assert "exec /usr/bin/gpuguard slurm prolog --dir '/x y' --wait 30s" in text
     assert "ConstrainDevices=yes" in text
+
+
+def amds(index: int, **fields: Any) -> Device:
+    fields = {"name": "AMD Instinct MI300X", "minor_number": 128 + 8 * index, "uuid": f"GPU-{index:016x}", **fields}
+    return a_device(index, vendor="amd", **fields)
+
+
+def test_gpus_of_amd_have_their_render_nodes_and_their_partitions_each_their_own():
+    second = amds(1)
+    parts = [amds(1, uuid=f"XCP-1-{number}", parent_uuid=second.uuid, minor_number=136 + number) for number in range(3)]
+    given = with_files([amds(0), second, *parts])
+    text = slurm_setup.lines("n1", given, "/etc/slurm", ["/usr/bin/gpuguard"], None)
+
+    assert "NodeName=n1 Name=gpu Type=instinct_mi300x File=/dev/dri/renderD[128,136-138]" in text
+    assert any(line.startswith("NodeName=n1 Gres=gpu:instinct_mi300x:4") for line in text)
+    assert devices_of(("128", "137"), (amds(0), second, *parts)) == (amds(0), parts[1])
 
 
 def submitted(*words: str, via: str = "slurm") -> tuple[list[str], list[str]]:

@@ -72,7 +72,7 @@ def _setup_options(parser: argparse.ArgumentParser) -> None:
 def _setup(args: argparse.Namespace) -> int:
     if not args.print:
         raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
-    devices = [device for device in sampled(args, {MEMORY, MODEL, HEALTH}).devices if device.parent_uuid is None]
+    devices = slurm.with_files(sampled(args, {MEMORY, MODEL, HEALTH}).devices)
     # The program, and the options that say where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
     command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]

@@ -21,6 +21,7 @@ from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
 from gpuguard.procfs import read_proc, uid_behind
+from gpuguard.vendors import vendor_of
 
 _TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.([\w+]+)\]")
 QUEUE_SECONDS = 5.0  # people wait for it
@@ -74,15 +75,25 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     return Allocation(job, int(uid), gpus, int(restarts) if restarts.isdecimal() else 0)
 
 
+def with_files(devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that Slurm can give to a job by a device file.
+
+    A MIG instance has none of its own.  A partition of an AMD GPU has, and the first one has that of the GPU.
+    """
+    parts = [device for device in devices if device.parent_uuid is not None and not vendor_of(device).capabilities]
+    divided = {device.parent_uuid for device in parts}
+    return [device for device in devices if device.parent_uuid is None and device.uuid not in divided] + parts
+
+
 def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Return the devices that Slurm means by the numbers of files /dev/nvidiaN.
+    """Return the devices that Slurm means by the numbers of files /dev/nvidiaN or /dev/dri/renderDN.
 
     Raises:
         ClaimError: one cannot be found.
     """
-    whole = [device for device in devices if device.parent_uuid is None]
-    by_file = all(device.minor_number is not None for device in whole)
-    named = {str(device.minor_number if by_file else device.index): device for device in whole}
+    given = with_files(devices)
+    by_file = all(device.minor_number is not None for device in given)
+    named = {str(device.minor_number if by_file else device.index): device for device in given}
     named |= {device.uuid: device for device in devices}
     found = []
     for gpu in gpus:

@@ -25,6 +25,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
+from gpuguard.vendors import vendor_of
 
 # A node has one of these files; it has the last one if the nodes of its cluster fetch their configuration.
 TRACES = (
@@ -129,7 +130,9 @@ def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
         return "GPUs are divided into MIG instances, and which one Slurm means by a number is not known"
     if len(devices) != node.gpus:
         return f"Slurm gives away {node.gpus or 'no'} GPUs of one type here, and the driver shows {len(devices)}"
-    return "the driver numbers the GPUs in another order than /dev/nvidia*" if minors != sorted(minors) else None
+    if minors != sorted(minors):
+        return f"the driver numbers the GPUs in another order than {vendor_of(ordered[0]).device_node}*"
+    return None
 
 
 def is_in(node: str, hostlist: str) -> bool:

@@ -16,6 +16,7 @@ from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
 from gpuguard.units import format_bytes, format_count
+from gpuguard.vendors import vendor_of
 from gpuguard.views.text import Paint, picked, table
 from gpuguard.views.who import share_left
 
@@ -123,7 +124,8 @@ def _passed_over(device: Device, choice: Choice) -> str | None:
         return None
     if bool(device.parent_uuid) is not bool(choice.devices[0].parent_uuid):
         return _("not chosen: one job cannot use both whole GPUs and MIG instances")
-    return _("not chosen: the others are closer to each other (nvidia-smi topo -m)")
+    command = vendor_of(device).topology_command
+    return _("not chosen: the others are closer to each other ({command})").format(command=command)
 
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice, start: tuple[bool, str] | None) -> list[str]:
