@@ -228,6 +228,7 @@ DESKTOP = {"kind": "graphics", "memory_used": GIB}
 @contextmanager
 def on_a_gpu_of(vendor: Vendor, patch: Patch, place: Path, minor: int | None, opened: str) -> Iterator[Scene]:
     """An offender on a GPU of *vendor*, with one node open."""
+    patch.setattr(identity, "NODES", (KFD, RENDER, OTHER_RENDER, CARD))
     patch.setattr(identity, "DRM_MAJOR", 1)
     patch.setattr(identity, "DRM_SIBLINGS", f"{place}/{{minor}}/*/dev")
     for path in (RENDER, CARD):
@@ -293,6 +294,8 @@ def test_whoever_is_on_gpus_of_two_vendors_must_have_both_drivers_open():
             now = identity.facts_of(os.getpid(), (zero, full))
 
     assert [facts and facts.uses_driver for facts in (one, both, now)] == [True, False, True]
+    unknown = identity.facts_of(os.getpid(), (frozenset(),))
+    assert unknown and unknown.uses_driver is None, "of a driver whose nodes are not known nothing can be said"
 
 
 def under_mps_of_their_own(scene: Scene, _: Patch) -> None:
