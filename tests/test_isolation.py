@@ -88,6 +88,8 @@ def test_minors_are_those_of_the_driver_not_the_indices_and_an_unknown_one_is_no
     assert isolation.nodes_of([a_device(0, minor_number=5)], [a_device(0)]).gpus == {5}
     with pytest.raises(GpuguardError, match="does not say which node GPU 3 has"):
         isolation.nodes_of([], [a_device(3, minor_number=None)])
+    with pytest.raises(GpuguardError, match="does not say the numbers of MIG-1"):
+        isolation.nodes_of([], [a_device(0, uuid="MIG-1", parent_uuid="GPU-x", gpu_instance_id=None)])
 
 
 def test_a_job_on_gpus_of_amd_or_intel_has_their_render_nodes_and_no_other_node_of_a_gpu():
