@@ -21,7 +21,7 @@ from gpuguard.device_state import (
     unlisted_memory,
     user_label,
 )
-from gpuguard.grouping import grouped
+from gpuguard.grouping import grouped, summed
 from gpuguard.locale.messages import nsentence, sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
@@ -554,13 +554,9 @@ def memory_left(device: Device, sharing: Sharing) -> int | None:
     room = capacity(device)
     if room is None or device.memory_used is None:
         return None
-    used: dict[int, int] = {}
-    for process in device.processes or ():
-        if (owner := (sharing.owners or {}).get(process.pid)) is not None:
-            used[owner] = used.get(owner, 0) + (process.memory_used or 0)
-    promised: dict[int, int] = {}
-    for record in sharing.claims:
-        promised[record.uid] = promised.get(record.uid, 0) + (record.memory or 0)
+    owners, processes = sharing.owners or {}, device.processes or ()
+    used = summed((owners[process.pid], process.memory_used or 0) for process in processes if process.pid in owners)
+    promised = summed((record.uid, record.memory or 0) for record in sharing.claims)
     strangers = max(0, device.memory_used - sum(used.values()))
     return room - strangers - sum(max(count, used.get(uid, 0)) for uid, count in promised.items())
 

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from gpuguard.errors import shortage
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import BinaryIO
 
 READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not keep its reader waiting
@@ -38,6 +38,15 @@ class UntrustedFile(OSError):
     def __init__(self, reason: str, uid: int) -> None:
         super().__init__(errno.EPERM, reason)
         self.uid = uid
+
+
+@contextmanager
+def closed_after(descriptor: int) -> Iterator[int]:
+    """Yield *descriptor*, and close it when the block ends."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
@@ -226,13 +235,11 @@ def _open_beside(mode: int, directory: int, name: str, _way: str, flags: int) ->
 
 def open_in_place(path: str, flags: int = READING) -> int:
     """Open the very file that lies at *path*.  Raises OSError if it is a link, or if something is mounted over it."""
-    held = hold_in_place(path)
-    try:
-        return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
-    except BlockingIOError as error:  # elsewhere its errno means that no process can be started
-        raise OSError(errno.EBUSY, "its owner has a lease on it, fcntl(2)") from error
-    finally:
-        os.close(held)
+    with closed_after(hold_in_place(path)) as held:
+        try:
+            return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
+        except BlockingIOError as error:  # elsewhere its errno means that no process can be started
+            raise OSError(errno.EBUSY, "its owner has a lease on it, fcntl(2)") from error
 
 
 def open_or_create(path: str, flags: int, mode: int) -> int:
@@ -245,11 +252,8 @@ def open_or_create(path: str, flags: int, mode: int) -> int:
 
 def status_in_place(path: str) -> os.stat_result:
     """Call os.lstat(), but raise OSError if something is mounted over the file."""
-    held = hold_in_place(path)
-    try:
+    with closed_after(hold_in_place(path)) as held:
         return os.fstat(held)
-    finally:
-        os.close(held)
 
 
 def version_of(path: str) -> tuple[int, ...] | None:
@@ -281,11 +285,8 @@ def hold_in_place(path: str) -> int:
         directory = os.path.dirname(path) or "."
         mount = _mount_of(held)
         if mount != _mounts.get(directory):
-            around = os.open(directory, _HOLDING)
-            try:
+            with closed_after(os.open(directory, _HOLDING)) as around:
                 _mounts[directory] = _mount_of(around)
-            finally:
-                os.close(around)
             if mount != _mounts[directory]:
                 raise OSError(errno.EXDEV, "a file system is mounted over it")
     except BaseException:
@@ -296,11 +297,8 @@ def hold_in_place(path: str) -> int:
 
 def _mount_of(held: int) -> str:
     """The kernel's id of the mount on which a held file lies."""
-    fdinfo = os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)) as fdinfo:
         return os.read(fdinfo, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0].decode()
-    finally:
-        os.close(fdinfo)
 
 
 def device_of(descriptor: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
 from gpuguard.errors import GpuguardError
-from gpuguard.files import close_all
+from gpuguard.files import close_all, closed_after
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import Sentence, dumps, sentence
@@ -274,11 +274,8 @@ def peer_uid(connection: socket.socket) -> int:
 @contextmanager
 def short_path(directory: LockDirectory) -> Iterator[str]:
     """Yield the socket's path through a descriptor of its directory, because the kernel takes at most 107 bytes."""
-    descriptor = os.open(daemon_files(directory).path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(daemon_files(directory).path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
         yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
-    finally:
-        os.close(descriptor)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:

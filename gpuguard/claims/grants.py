@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.errors import GpuguardError, LockDirectoryError
-from gpuguard.files import write_file
+from gpuguard.files import closed_after, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord
@@ -88,11 +88,9 @@ def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant 
         except LockDirectoryError:
             grants[name] = None  # the file is not what it should be, so no user gets it
             continue
-        try:
+        with closed_after(descriptor):
             if not renew(directory, name, descriptor):
                 grants[name] = _grant_in(descriptor)
-        finally:
-            os.close(descriptor)
     return grants
 
 

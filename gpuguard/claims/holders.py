@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gpuguard import procfs
 from gpuguard.backends import spawn
 from gpuguard.deadline import charge, in_time, owed_by, stopwatch
-from gpuguard.files import close_all, device_of, hold_in_place, status_in_place
+from gpuguard.files import close_all, closed_after, device_of, hold_in_place, status_in_place
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.procfs import in_first_pid_namespace, uid_behind
 from gpuguard.users import accountable_uid, user_name
@@ -299,11 +299,8 @@ def holders_answer() -> NoReturn:
 def inode_of(path: str) -> str:
     """Return the file at *path* as the kernel writes it, or "" if there is none."""
     try:
-        held = hold_in_place(path)
-        try:
+        with closed_after(hold_in_place(path)) as held:
             return as_written(held)
-        finally:
-            os.close(held)
     except (OSError, ValueError):  # it is not the name of a file
         return ""
 

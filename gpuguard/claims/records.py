@@ -36,7 +36,7 @@ from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlo
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
+from gpuguard.files import closed_after, create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.grouping import grouped
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale.messages import cut, dumps, plain, sentence
@@ -231,7 +231,7 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
         if shortage(error):  # the record still exists
             raise
         return None
-    try:
+    with closed_after(descriptor):
         if is_unlocked(descriptor):
             if os.geteuid() in (status.st_uid, 0) and is_same_file(descriptor, path):
                 with suppress(OSError):  # another reader was quicker
@@ -246,8 +246,6 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
             return None
         record = _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
         return replace(record, written=status.st_ctime)
-    finally:
-        os.close(descriptor)
 
 
 def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
@@ -601,7 +599,7 @@ def _held_and_granted(
         except LockDirectoryError:
             locked[uuid] = uuid  # planted: no user can claim it until root has looked at it
             continue
-        try:
+        with closed_after(descriptor):
             if not is_unlocked(descriptor):
                 locked[uuid] = uuid  # one claim has it alone
             elif slots := locked_slots(directory, uuid):
@@ -613,8 +611,6 @@ def _held_and_granted(
                 and os.fstat(descriptor).st_size
             ):
                 locked[uuid] = uuid
-        finally:
-            os.close(descriptor)
     return locked, {} if directory.keeper is None else grants.grant_of(directory, locked)
 
 
@@ -636,10 +632,8 @@ def _is_locked(directory: LockDirectory, name: str) -> bool:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:
         return True  # planted: until root has looked at it, it is unknown what it hides
-    try:
+    with closed_after(descriptor):
         if directory.keeper is None:
             return not is_unlocked(descriptor)
         # The daemon gave the lock: its receiver may hold it shared, or keep a descriptor of it.
         return not grants.renew(directory, name, descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,7 +37,8 @@ from gpuguard.daemon.server import DescriptorReply, Reply
 from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
-from gpuguard.files import close_all
+from gpuguard.files import close_all, closed_after
+from gpuguard.grouping import summed
 from gpuguard.locale.messages import Sentence, all_of, cut, nsentence, sentence
 from gpuguard.model import MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
@@ -135,9 +136,8 @@ class Broker:
         """Return the queue as the daemon decides it: a ticket starts only once, and each grant costs, however short."""
         rules = read_queue_settings(self._directory).rules
         facts = read_queue_facts(self._directory, snapshot, rules)
-        usage = dict(used_by(facts.claims, time.time()) if facts.usage is None else facts.usage)
-        for uid, seconds in self._charged.items():
-            usage[uid] = usage.get(uid, 0.0) + seconds
+        used = used_by(facts.claims, time.time()) if facts.usage is None else facts.usage
+        usage = summed((*used.items(), *self._charged.items()))
         facts = replace(facts, usage=usage, set_back=facts.set_back | self._used)
         return queue_state(self._directory, snapshot, facts, rules, mine, waiting)
 
@@ -532,7 +532,5 @@ def _root_has_all(directory: LockDirectory, name: str) -> bool:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:
         return True
-    try:
+    with closed_after(descriptor):
         return not try_flock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from typing import Literal
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files
 from gpuguard.enforcement import identity, signals
 from gpuguard.enforcement.terminals import write_to_terminal
-from gpuguard.files import read_file, status_in_place, write_file
+from gpuguard.files import closed_after, read_file, status_in_place, write_file
 from gpuguard.history.audit_log import line_of
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale.messages import sentence
@@ -206,7 +206,7 @@ def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[Paus
         return "gone", ""
     except OSError:
         return None
-    try:
+    with closed_after(pidfd):
         now = stat_of(pid)
         if identity.has_ended(pidfd) or (now and now.start_time != started):
             return "gone", ""
@@ -216,8 +216,6 @@ def _continue(pause: Pause, stood_at: float | None, *, live: bool) -> tuple[Paus
             return "left", left
         word = signals.forward(pidfd, signal.SIGCONT) if live else "dry run"
         return "done" if word == "sent" else word, ""
-    finally:
-        os.close(pidfd)
 
 
 def _why_left(pause: Pause, now: Stat, stood_at: float | None) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, BinaryIO
 
-from gpuguard.files import open_file, open_named
+from gpuguard.files import closed_after, open_file, open_named
 from gpuguard.jsonio import loads
 from gpuguard.locale import _
 from gpuguard.locale.messages import dumps, sentence
@@ -56,8 +56,7 @@ def append(event: Event) -> bool:
 
 def _append(event: Event) -> None:
     path = events_path()
-    descriptor = _open(path)
-    try:
+    with closed_after(_open(path)) as descriptor:
         if os.fstat(descriptor).st_size >= MAX_BYTES:
             _rotate(path, descriptor)
         line = _encoded(event)
@@ -69,8 +68,6 @@ def _append(event: Event) -> None:
                 os.ftruncate(descriptor, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         _try_to_rotate(path, descriptor, event)
-    finally:
-        os.close(descriptor)
 
 
 def complaint() -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.grouping import summed
 from gpuguard.history.schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
 from gpuguard.locale import _
@@ -120,11 +121,9 @@ class Usage:
         width = self.width(begin)
         bucket = max(1, round(half_life / SHARES / width))
         columns = f"slot / {bucket} AS bucket, uid, SUM(claimed_ms + unclaimed_ms)"
-        results: dict[int, float] = {}
-        for number, uid, had in self._rows("users", columns, begin, self.now, "GROUP BY bucket, uid"):
-            age = max(0.0, self.now - (number + 0.5) * bucket * width)
-            results[uid] = results.get(uid, 0.0) + had / 1000 * 0.5 ** (age / half_life)
-        return results
+        rows = self._rows("users", columns, begin, self.now, "GROUP BY bucket, uid")
+        ages = ((uid, had, max(0.0, self.now - (number + 0.5) * bucket * width)) for number, uid, had in rows)
+        return summed((uid, had / 1000 * 0.5 ** (age / half_life)) for uid, had, age in ages)
 
     def known(self) -> list[SeenDevice]:
         """All devices ever seen, by index; those without one come last, in the order in which they were first seen."""

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.files import closed_after
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.units import parse_duration
@@ -78,8 +79,7 @@ class Secret:
 
 def _read_private_file(path: str) -> str:
     # O_NONBLOCK: a FIFO in that place must not hang us.  The checks are on what was opened, not on what the path names.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise Undelivered(
@@ -96,8 +96,6 @@ def _read_private_file(path: str) -> str:
                 )
             )
         return os.read(descriptor, _MAX_SECRET).decode("utf-8", "replace")
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from gpuguard.claims.restrictions import (
 )
 from gpuguard.eligibility import Sharing
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.grouping import grouped
+from gpuguard.grouping import grouped, summed
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Snapshot
@@ -302,19 +302,16 @@ def _guessed_end(claim: ClaimRecord, now: float) -> float:
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
     """Add up the use of all uids of each user; otherwise a new uid for each job would always have used nothing."""
-    together: dict[int, float] = {}
-    for uid, owner in accountable_uids(usage).items():
-        together[owner] = together.get(owner, 0.0) + usage[uid]
-    return together
+    return summed((owner, usage[uid]) for uid, owner in accountable_uids(usage).items())
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
     """uid -> GPU-seconds of the claims that live, for where the use of earlier ones is not known."""
-    usage: dict[int, float] = {}
-    for claim in claims:
-        if claim.since is not None and claim.uid >= 0:
-            usage[claim.uid] = usage.get(claim.uid, 0.0) + len(claim.devices) * max(0.0, now - claim.since)
-    return usage
+    return summed(
+        (claim.uid, len(claim.devices) * max(0.0, now - claim.since))
+        for claim in claims
+        if claim.since is not None and claim.uid >= 0
+    )
 
 
 def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:

@@ -32,6 +32,7 @@ from gpuguard.claims.restrictions import SET_BACK, read_restrictions
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.files import (
     UntrustedFile,
+    closed_after,
     create_file,
     open_in_place,
     open_or_create,
@@ -39,6 +40,7 @@ from gpuguard.files import (
     status_in_place,
     write_all,
 )
+from gpuguard.grouping import summed
 from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.locale import _
 from gpuguard.locale.messages import dumps, plain, sentence
@@ -236,14 +238,10 @@ def has_started(directory: LockDirectory, uid: int, since: float) -> bool:
 
 def touch(path: str, owner: int | None = None) -> bool:
     """Set the time of the file to now, making it if needed; return whether that worked and the file is *owner*'s."""
-    with suppress(OSError):
-        descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
-        try:
-            if owner in (None, os.fstat(descriptor).st_uid):
-                os.utime(descriptor)
-                return True
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), closed_after(open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)) as descriptor:
+        if owner in (None, os.fstat(descriptor).st_uid):
+            os.utime(descriptor)
+            return True
     return False
 
 
@@ -378,10 +376,8 @@ def _read_file(
             raise
         text = sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
         return IgnoredFile(-1, key[:80], text)
-    try:
+    with closed_after(descriptor):
         return read(directory, descriptor, key)
-    finally:
-        os.close(descriptor)
 
 
 def read_document(
@@ -482,11 +478,8 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
     """Return uid -> GPUs that all requests of that user ask for, at least one each, or None if *waiting* is unknown."""
     if waiting is None:
         return None
-    gpus: dict[int, int] = {}
-    for ticket in waiting:
-        wanted_here = ticket.num_gpus if ticket.requests else 1
-        gpus[ticket.uid] = gpus.get(ticket.uid, 0) + min(max(0, wanted_here), MOST_WANTED)
-    return gpus
+    gpus = ((ticket.uid, ticket.num_gpus if ticket.requests else 1) for ticket in waiting)
+    return summed((uid, min(max(0, number), MOST_WANTED)) for uid, number in gpus)
 
 
 def wake(directory: LockDirectory, tickets: Collection[Ticket], message: bytes) -> None:
@@ -526,14 +519,11 @@ def _opened_waker(directory: LockDirectory, ticket: Ticket) -> Iterator[int]:
         OSError: it has no reader, or is not the owner's.
     """
     path = _path(directory, "bell", ticket.id)
-    waker = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
-    try:
+    with closed_after(open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)) as waker:
         status = os.fstat(waker)
         if not stat.S_ISFIFO(status.st_mode) or status.st_uid != ticket.uid:
             raise OSError(errno.EINVAL, "the waker is not the owner's", path)
         yield waker
-    finally:
-        os.close(waker)
 
 
 def _unread(waker: int) -> int:

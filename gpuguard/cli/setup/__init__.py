@@ -44,6 +44,7 @@ from gpuguard.cli.progress import progress
 from gpuguard.cli.setup import image, service
 from gpuguard.cli.setup.service import LASTING, fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
+from gpuguard.files import closed_after
 from gpuguard.locale import N_, _
 from gpuguard.model import HEALTH
 from gpuguard.units import format_count
@@ -318,12 +319,9 @@ def _make_daemon_directory(path: str, name: str) -> None:
         if not os.path.lexists(place):
             os.mkdir(place, 0o700)
         # A descriptor is used, because what is given away must be the directory itself.
-        opened = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with closed_after(os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as opened:
             os.fchown(opened, account.pw_uid, account.pw_gid)
             os.fchmod(opened, 0o755)
-        finally:
-            os.close(opened)
 
 
 def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
@@ -397,8 +395,7 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
 
 
 def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd, *, brokered: bool) -> None:
-    descriptor = open_lock(directory, name)
-    try:
+    with closed_after(open_lock(directory, name)) as descriptor:
         was_open = stat.S_IMODE(os.fstat(descriptor).st_mode) != BROKERED
         os.fchown(descriptor, *((account.pw_uid, account.pw_gid) if brokered else (0, 0)))
         os.fchmod(descriptor, BROKERED if brokered else 0o444)
@@ -409,5 +406,3 @@ def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd
                 file.write(EARLIER)
         if brokered and name != "gate":
             renew(directory, name, descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.cli.setup import service as own
 from gpuguard.errors import InvalidRequest, LockDirectoryError
-from gpuguard.files import open_along, write_file
+from gpuguard.files import closed_after, open_along, write_file
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
@@ -63,11 +63,8 @@ def _place(root: str, path: str, *, make: bool = False) -> Iterator[str]:
             ) from error
 
     folder, name = os.path.split(path)
-    opened = open_along(f"{root}{folder}", os.O_PATH | os.O_DIRECTORY, open_beside)
-    try:
+    with closed_after(open_along(f"{root}{folder}", os.O_PATH | os.O_DIRECTORY, open_beside)) as opened:
         yield f"/proc/self/fd/{opened}/{name}"
-    finally:
-        os.close(opened)
 
 
 def _content(root: str, path: str) -> bytes | None:

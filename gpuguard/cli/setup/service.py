@@ -24,7 +24,7 @@ from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
 from gpuguard.cli.progress import progress
 from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
-from gpuguard.files import open_in_place, read_file, write_file
+from gpuguard.files import closed_after, open_in_place, read_file, write_file
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
@@ -439,15 +439,14 @@ def _empty(folder: int) -> None:
     """
     while subfolders := _without_files(folder):
         for name in subfolders:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            try:
+            with closed_after(
+                os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            ) as inner:
                 # Otherwise a user who goes on writing there could keep it from being removed.
                 os.fchown(inner, os.geteuid(), os.getegid())
                 os.fchmod(inner, 0o700)
                 for deeper in _without_files(inner):
                     os.rename(deeper, os.urandom(8).hex(), src_dir_fd=inner, dst_dir_fd=folder)
-            finally:
-                os.close(inner)
             os.rmdir(name, dir_fd=folder)
 
 
