@@ -179,7 +179,11 @@ def grab_gpus(
                     return nothing
                 if priority not in PRIORITIES:
                     raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
-                job = JobDetails(note or _notebook(), sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
+                job = JobDetails(
+                    note or (notebook_note() if "ipykernel" in sys.modules else None),
+                    sys.orig_argv or sys.argv,
+                    priority=PRIORITIES[priority],
+                )
                 with _worker(name, directory) as driver:  # a process of its own: NVML must not hang in this one
                     locks = _lock_directory(directory, name)
                     if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
@@ -503,14 +507,12 @@ def _line_of_the_caller() -> str:
 
 
 def notebook_note() -> str:
-    """Return ``"notebook train.ipynb"``, or ``"notebook"`` if Jupyter does not tell its name."""
+    """Return ``"notebook train.ipynb"``, or ``"notebook"`` if Jupyter does not tell its name.
+
+    The command line of a Jupyter kernel names only the kernel.
+    """
     path = os.environ.get("JPY_SESSION_NAME", "")  # set by jupyter-server >= 2
     return f"notebook {os.path.basename(path)}".strip()
-
-
-def _notebook() -> str | None:
-    """Return notebook_note() in a Jupyter kernel, whose command line names only the kernel, or None elsewhere."""
-    return notebook_note() if "ipykernel" in sys.modules else None
 
 
 def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:

@@ -16,7 +16,7 @@ from gpuguard.locale.messages import MESSAGE_IDS, Sentence, with_sentences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import NoReturn, TypeVar
+    from typing import TypeVar
 
     T = TypeVar("T")
 
@@ -51,15 +51,11 @@ def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
 def _finite(word: str) -> float:
     number = float(word)
     if not math.isfinite(number):
-        raise ValueError("a number is too large")
+        raise ValueError(f"{word:.40} is no number, or is too large")
     return number
 
 
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def decode(kind: type[T], packed: object, *, exact: bool = False) -> T:

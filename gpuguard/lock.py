@@ -490,9 +490,7 @@ class Allocator:
 
     def _sharing(self, request: Request, snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> Mapping[str, Sharing]:
         """Return uuid -> the claims that share the device, if *request* may join them."""
-        if not request.share or self.outer or not claims:
-            return {}
-        return sharing_of(snapshot, claims)
+        return sharing_of(snapshot, claims) if request.share and not self.outer and claims else {}
 
     def _withdraw(self) -> None:
         if self._queued is not None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_no_ssh_is_left_behind_by_a_command_that_is_interrupted(hosts, number, s
 
 
 def replies_of(how: FleetQuery, *hosts: str) -> list[Reply]:
-    with Pool(how) as pool:
+    with closing(Pool(how)) as pool:
         pool.query(hosts)
         return rest_of(pool)
 
@@ -192,7 +193,7 @@ def test_the_pool_is_bounded(hosts):
         hosts.say(name, an_answer(), waits=True)
     how = FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0, parallel=2)
     started = lambda: sorted(path.stem for path in hosts.place.glob("*.pid"))  # noqa: E731
-    with Pool(how) as pool:
+    with closing(Pool(how)) as pool:
         pool.query(list("abcdef"))
         while len(started()) < 2:
             pool.step(0.05)

@@ -35,7 +35,6 @@ from gpuguard.errors import EXIT_NO, EXIT_RUNNING, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
 from gpuguard.metrics.server import ADDRESS, listening_address, pages
-from gpuguard.model import Event
 from gpuguard.policies.policy import Judgement
 from gpuguard.policy_files.loader import READ_SECONDS
 from gpuguard.procfs import in_first_pid_namespace
@@ -109,11 +108,10 @@ def main(args: argparse.Namespace) -> int:
         counter = EventCounter()
         ending.callback(backend.close)
 
-        def print_event(event: Event) -> None:
-            _print(to_text(line_of(event)))
-
         append = counter.append if is_logged else lambda event: True
-        guard = service.Daemon(backend, directory, settings, _print, print_event, append)
+        guard = service.Daemon(
+            backend, directory, settings, _print, lambda event: _print(to_text(line_of(event))), append
+        )
 
         def open_metrics() -> None:
             server = page_server(args.metrics, args.metrics_expose)

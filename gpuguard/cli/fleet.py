@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import default_backend
@@ -145,7 +146,7 @@ def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool
     known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
     paint, drawn = style(), 0.0
-    with terminal.screen(), Pool(how) as pool:
+    with terminal.screen(), closing(Pool(how)) as pool:
         while True:
             now = time.monotonic()
             ready = [host for host in hosts if due.get(host, now + 1) <= now]
@@ -172,7 +173,7 @@ def gathered(
     replies: dict[str, HostReply] = {}
     shown, line = 0, ""
     signal.signal(signal.SIGTERM, terminal.end_on_signal)  # so that no ssh is left behind
-    with Pool(how) as pool:
+    with closing(Pool(how)) as pool:
         pool.query(hosts)
         while pool.waiting_for:
             fresh = [read(reply) for reply in pool.step(_STEP)]

@@ -67,9 +67,7 @@ def main(args: argparse.Namespace) -> int:
         put(history.to_csv(metric, courses))
         return 0
     width, height = terminal.size()
-    rows = _ROWS
-    if len(courses) == 1 and height:
-        rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
+    rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1 if len(courses) == 1 and height else _ROWS
     paint, ascii_only = style(), args.ascii or not writes_braille()
     put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only))
     return 0

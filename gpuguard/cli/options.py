@@ -419,7 +419,6 @@ TARGETS_IN_WORDS = (
     "program (its path), or a chat whose address stands in a variable (env:NAME, by the extra notify)"
 )
 _SMTP = re.compile(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)")
-_LOOPBACK = ("localhost", "127.0.0.1")
 
 
 def message_target(where: str | None) -> str | Target | None:
@@ -430,7 +429,7 @@ def message_target(where: str | None) -> str | Target | None:
     if where is None or where == TERMINAL:
         return where
     from gpuguard.notify.sender import problems  # 30 ms, for --notify alone
-    from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
+    from gpuguard.notify.targets import LOOPBACK, Apprise, Email, Hook, Secret, Webhook
 
     target: Target
     try:
@@ -438,7 +437,7 @@ def message_target(where: str | None) -> str | Target | None:
             target = Apprise(Secret(env=where[4:]))
         elif match := _SMTP.fullmatch(where):
             server, port, address = match.groups()
-            encryption: Literal["none", "starttls"] = "none" if server in _LOOPBACK else "starttls"
+            encryption: Literal["none", "starttls"] = "none" if server in LOOPBACK else "starttls"
             target = Email((address,), server=server, port=int(port or 0), security=encryption)
         elif "://" in where:
             target = Webhook(where)

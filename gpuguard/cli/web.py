@@ -29,10 +29,10 @@ from gpuguard.files import open_file
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
 from gpuguard.metrics.server import LOCAL_NAMES
 from gpuguard.model import NVLINK_FLOW, PCIE
+from gpuguard.notify.targets import LOOPBACK
 from gpuguard.source import SnapshotSource
 from gpuguard.views import events
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _EVENTS = 30  # newest lines of the audit log
 _TAIL_BYTES = 64 * 1024
 
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     host, _, path = address_of(args.listen)
     token = read_token(args.token_file) if args.token_file else None
-    if path is None and host not in _LOOPBACK and token is None:
+    if path is None and host not in LOOPBACK and token is None:
         raise InvalidRequest(
             f"--listen {args.listen} lets everybody on the network see who runs what: add --token-file PATH, made by\n"
             "`(umask 077; head -c 24 /dev/urandom | base64 > web-token)`, and put a proxy with TLS before it."

@@ -122,12 +122,8 @@ def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, 
 
 def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
     """Return pid -> (job, step) of the living slurmstepd of one job or of all.  Steps are "0", "batch", "extern" ..."""
-    found = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        step = step_of(int(name))
-        if step and job in (None, step[0]):
-            found[int(name)] = step
-    return found
+    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return {pid: step for pid in pids if (step := step_of(pid)) and job in (None, step[0])}
 
 
 def step_of(pid: int) -> tuple[str, str] | None:

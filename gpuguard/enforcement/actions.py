@@ -625,12 +625,13 @@ def _event(
     """
     finding, subject = verdict.finding, verdict.finding.subject
     pid = process.pid if process else subject.pid
+    uids = sorted({str(found.uid) for found in finding.processes if found.uid is not None})
     facts: dict[str, float | int | str | None] = {
         "policy": verdict.policy,
         "rule": finding.rule,
         "step": verdict.step,
         "uid": process.uid if process else subject.uid,
-        "uids": None if process or subject.uid is not None else _uids_text(finding),
+        "uids": None if process or subject.uid is not None else " ".join(uids) or None,  # it is about no user
         "start_time_seconds": process.start_time if process else subject.start_time,
         "container": next((found.container for found in finding.processes if process and found.pid == pid), None),
     }
@@ -649,11 +650,6 @@ def _event(
         message=sentence("because", "{what}: {why}", what=finding.why, why=why) if why else finding.why,
         facts=tuple(facts.items()),
     )
-
-
-def _uids_text(finding: Finding) -> str | None:
-    """Return the uids of its processes, for a finding that is about no user in particular."""
-    return " ".join(sorted({str(process.uid) for process in finding.processes if process.uid is not None})) or None
 
 
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:

@@ -84,12 +84,6 @@ class Pool:
         self._ending: list[tuple[_HostQuery, float]] = []
         self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def waiting_for(self) -> list[str]:
         """The hosts that have not answered yet, beginning with those that were asked first."""

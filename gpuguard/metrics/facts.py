@@ -172,11 +172,17 @@ class MachineFacts:
         *,
         fresh: bool = False,
     ) -> None:
-        self._source = SnapshotSource(backend, open_backend, directory, read=self._read_driver, suits=self._suits)
+        self._rare = RareFields()
+        self._source = SnapshotSource(
+            backend,
+            open_backend,
+            directory,
+            read=lambda driver: driver.sample(WHO_FIELDS | self._rare.groups()),
+            suits=self._rare.suffices,
+        )
         self._source.fresh = fresh
         self._find_directory = directory
         self._last: Snapshot | None = None
-        self._rare = RareFields()
         self.trouble: BackendError | None = None  # of the last reading
 
     def read(self, exporters: Collection[str] = ()) -> MetricFacts:
@@ -198,12 +204,6 @@ class MachineFacts:
     def close(self) -> None:
         """Close the driver."""
         self._source.close()
-
-    def _suits(self, snapshot: Snapshot) -> bool:
-        return self._rare.suffices(snapshot)
-
-    def _read_driver(self, backend: Backend) -> Snapshot:
-        return backend.sample(WHO_FIELDS | self._rare.groups())
 
 
 class EventCounter:

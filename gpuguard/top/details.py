@@ -13,7 +13,7 @@ from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device, GpuProcess
 from gpuguard.sanitize import neutralise
 from gpuguard.top.processes import ProcessRow, heading
 from gpuguard.top.scene import Scene
-from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
 
 FIELDS = frozenset({CLOCKS, ECC, MEDIA, PCIE})  # beside model.WHO_FIELDS
 Pair = tuple[str, "str | None"]  # label and value; None: not known
@@ -35,7 +35,9 @@ def details(scene: Scene, uses: Sequence[DeviceUse], row: ProcessRow | None) -> 
 
 
 def _lines(rows: Sequence[Sequence[Pair]]) -> list[str]:
-    return ["  " + "  ".join(f"{label} {'n/a' if value is None else value}" for label, value in row) for row in rows]
+    return [
+        "  " + "  ".join(f"{label} {NOT_AVAILABLE if value is None else value}" for label, value in row) for row in rows
+    ]
 
 
 def _parts(row: ProcessRow, uses: Sequence[DeviceUse]) -> list[tuple[Device, GpuProcess]]:

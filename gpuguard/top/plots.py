@@ -134,21 +134,17 @@ def _drawn(
         return [heading]
     if series.highest:
         heading.append((_(", at most {highest}").format(highest=series.highest), "dim"))
-    room = size[0] - _MARGIN
-    values = list(series.values)[-(room if ascii_only else 2 * room) :]
+    count = (size[0] - _MARGIN) * (1 if ascii_only else 2)
+    values = list(series.values)[-count:]
     seconds = history.seconds_between * len(values)
-    stretched = _stretched(values, room if ascii_only else 2 * room)
+    # A young history has fewer values, and fills its plot as well.
+    stretched = [values[number * len(values) // count] for number in range(count)]
     drawn = plot(stretched, series.scale, now - seconds, now, size[1] - _FRAME, ascii_only=ascii_only)
     return [
         heading,
         *([(line, series.colour)] for line in drawn[:-2]),
         *([(line, "dim")] for line in drawn[-2:]),
     ]
-
-
-def _stretched(values: Sequence[float | None], count: int) -> list[float | None]:
-    """Return *count* values made of as many or fewer, so that a young history also fills its plot."""
-    return [values[number * len(values) // count] for number in range(count)]
 
 
 def _mean(moment: Sequence[float | None]) -> float | None:

@@ -15,7 +15,7 @@ from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.locale import N_, _, translated
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
-from gpuguard.units import format_bytes, format_duration, format_energy, local_time
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_energy, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import padded, table
 
@@ -79,8 +79,8 @@ def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
     facts = [_fact_text(name, value) for name, value in facts_of(line).items() if name not in _FOR_THE_GUARD]
     parts = [
         _moment(line["time_unix_seconds"]),
-        str(line.get("kind", "n/a")),
-        str(line.get("outcome", "n/a")),
+        str(line.get("kind", NOT_AVAILABLE)),
+        str(line.get("outcome", NOT_AVAILABLE)),
         str(line.get("user") or ""),
         f"pid {pid}" if pid is not None else "",
         " ".join(f"GPU {labels[uuid]} ({uuid[:12]})" if labels and uuid in labels else uuid[:12] for uuid in uuids),
@@ -105,14 +105,14 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
 
 
 def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
-    outcome, message = str(line.get("outcome", "n/a")), str(line.get("message") or "")
+    outcome, message = str(line.get("outcome", NOT_AVAILABLE)), str(line.get("message") or "")
     told = []
     for name, value in _facts_shown(line):
         what, _equals, text = _fact_text(name, value).partition("=")
         told.append(f"{_(what).replace('_', ' ')} {text}")
     cells = [
         _moment(line["time_unix_seconds"]),
-        f"{_(str(line.get('kind', 'n/a')))} {_(_OUTCOMES.get(outcome, outcome))}",
+        f"{_(str(line.get('kind', NOT_AVAILABLE)))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
         "; ".join(filter(None, [_STOP.sub("", translated(message)), ", ".join(told)])),
@@ -122,10 +122,10 @@ def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
 
 def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the cells of to_table() for a page with words of its own: numbers stay numbers, named with their unit."""
-    outcome = str(line.get("outcome", "n/a"))
+    outcome = str(line.get("outcome", NOT_AVAILABLE))
     return {
         "time": line["time_unix_seconds"],
-        "kind": str(line.get("kind", "n/a")),
+        "kind": str(line.get("kind", NOT_AVAILABLE)),
         "outcome": _OUTCOMES.get(outcome, outcome),
         "devices": _devices_shown(line, labels),
         "user": str(line.get("user") or ""),

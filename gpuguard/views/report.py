@@ -17,6 +17,7 @@ from typing import Any
 from gpuguard.fleet.answers import HostReply
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
 from gpuguard.history.report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
+from gpuguard.html import escaped
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
@@ -458,26 +459,26 @@ def to_html(report: Report, host: str, now: float, replies: Sequence[HostReply] 
     """Return the whole page, written at the unix time *now*; it is light or dark as the reader's system is."""
     watch = report.watch
     title = _("What policies did on {host}, {span}") if report.by == "policy" else _("GPU time on {host}, {span}")
-    title = title.format(host=_text(host), span=format_span(watch.begin, watch.end))
-    body = [f"<h1>{title}</h1>", _('<p class="faint">Times are {zone}.</p>').format(zone=_text(zone(watch.end)))]
+    title = title.format(host=escaped(host), span=format_span(watch.begin, watch.end))
+    body = [f"<h1>{title}</h1>", _('<p class="faint">Times are {zone}.</p>').format(zone=escaped(zone(watch.end)))]
     answered = end_lines(replies, None, lambda text, _colour: text) if replies else []
-    body += [f'<p class="remark">{_text(line)}</p>' for line in answered]
+    body += [f'<p class="remark">{escaped(line)}</p>' for line in answered]
     if report.by in FROM_LOG:
         columns, rows, none = _logged_table(report)
-        body.append(_("<h2>By {by}</h2>").format(by=_text(_(BY[report.by]))))
+        body.append(_("<h2>By {by}</h2>").format(by=escaped(_(BY[report.by]))))
         body.append(_("<p>From the audit logs that the author of this page may read.</p>"))
         if unfinished := report.claims_without_end:
             text = _("<p>{unfinished} more began in this time and have no end in the log.</p>")
             body.append(text.format(unfinished=unfinished))
         body.append(_table_html(columns, rows) if rows else f"<p>{none}</p>")
     else:
-        body += [f'<p class="remark">{_text(line)}</p>' for line in _remarks(report, None)]
+        body += [f'<p class="remark">{escaped(line)}</p>' for line in _remarks(report, None)]
         body += _facts_html(report)
     for shown in _parts(report) if report.rows else ():
         most = max(row.claimed + row.unclaimed for row in shown.rows)
         bars = [_bar_svg(row, most) for row in shown.rows]
         legend = [_legend(f"--{part}", _(words)) for part, words, *_drawn in PARTS]
-        body += [_("<h2>By {by}</h2>").format(by=_text(_(BY[report.by]))), f'<p class="key">{"".join(legend)}</p>']
+        body += [_("<h2>By {by}</h2>").format(by=escaped(_(BY[report.by]))), f'<p class="key">{"".join(legend)}</p>']
         body.append(_table_html(usage_columns(shown), shown.rows, bars))
     if report.wasters:
         body += [_("<h2>Least used for most time</h2>"), _table_html(WASTER_COLUMNS, report.wasters)]
@@ -530,11 +531,6 @@ def _facts_html(report: Report) -> list[str]:
     return [f'<div class="facts">{"".join(f"<p><b>{fact[0]}</b> {fact[1]}</p>" for fact in facts if fact)}</div>']
 
 
-def _text(text: str) -> str:
-    """Return text that strangers wrote, made harmless in a page."""
-    return escape(neutralise(text))
-
-
 def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequence[str] = ()) -> str:
     """Return a table; *bars* stand behind the first column."""
     kinds = [' class="text"' if column.is_text else "" for column in columns]
@@ -542,7 +538,7 @@ def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequenc
     named = [f' data-head="{escape(_(column.header))}"' if number else "" for number, column in enumerate(columns)]
     lines = [
         [
-            f"<td{kind}{name}>{_text(column.cell(row))}</td>"
+            f"<td{kind}{name}>{escaped(column.cell(row))}</td>"
             for kind, name, column in zip(kinds, named, columns, strict=True)
         ]
         for row in rows
@@ -580,7 +576,7 @@ def _courses(report: Report) -> list[str]:
     points = [series for _device, course in courses for series in course.values()]
     begin, end = known_period(points, report.watch)
     legend = _legend("--course", _("utilization")) + _legend("--claimed", _("claimed"))
-    drawn = [f"<h3>{_text(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
+    drawn = [f"<h3>{escaped(device.label)}</h3>" + _course(course, begin, end) for device, course in courses]
     period = _("<p>{span}.  Nothing is drawn for times without samples.</p>").format(span=format_span(begin, end))
     return [_("<h2>Over the time</h2>"), period, f'<p class="key">{legend}</p>', *drawn]
 

@@ -116,12 +116,13 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
         room = max(_SHORTEST_NAME, max(display_width(row[name]) for row in cells) - max(0, over))
         for row, use in zip(cells, uses, strict=True):
             row[name] = row[name] if use.device.mig_profile else shorten(row[name], room)
-
-    def coloured(cell: str, row: int, column: int) -> str:
-        return paint(cell, LABELS[uses[row].state][1]) if column == len(WHO_COLUMNS) else cell
-
-    align = "".join(column.align for column in WHO_COLUMNS)
-    devices = table(cells, heads, align=align, width=width, paint=coloured)
+    devices = table(
+        cells,
+        heads,
+        align="".join(column.align for column in WHO_COLUMNS),
+        width=width,
+        paint=lambda cell, row, place: paint(cell, LABELS[uses[row].state][1]) if place == len(WHO_COLUMNS) else cell,
+    )
     below = [list(_rows_below(use, snapshot, width is not None)) for use in uses]
     texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
     lines = devices[:1]
