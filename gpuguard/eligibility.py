@@ -376,7 +376,9 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         )
         yield Reason(text)
     elif not allowed and device.memory_used is None:
-        if device.processes is None and not device.problems:
+        if (unseen := _use_is_hidden(device, terms)) and device.uuid not in (terms.wanted or ()):
+            yield unseen
+        elif device.processes is None and not device.problems and not unseen:
             text = sentence(
                 "refused.nothing_known",
                 "neither its processes nor its memory in use are known, so nothing says that it is free",
@@ -396,6 +398,23 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
             holds=sentence("refused.idle_gpu", "an idle GPU may hold {most} (--tolerance)", most=format_bytes(most)),
         )
         yield Reason(text, False, "--tolerance")
+
+
+def _use_is_hidden(device: Device, terms: Terms) -> Reason | None:
+    """Return the reason if only this user's lack of rights keeps the use of the device from being seen.
+
+    Then a request has to name the device, because all that keeps it from a device that is in use are the claims.
+    """
+    gap = _gap(device, "processes", terms) if device.processes is None else None
+    if gap is None or not gap.is_of_this_user:
+        return None
+    text = sentence(
+        "refused.use_unseen",
+        "unclaimed use cannot be seen: {why}; --devices {index} takes it nevertheless",
+        why=shown(gap.reason),
+        index=device.index,
+    )
+    return Reason(text, True)
 
 
 # option, the request's limit, the device's value, what it is, its unit

@@ -327,6 +327,8 @@ _NEVER_TOLD = frozenset({
     "[not supported]", "n/a", "[n/a]", "not supported",
 })  # fmt: skip
 
+_HIDDEN_FROM_USER = frozenset({"drm.hidden"})
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -340,6 +342,11 @@ class Gap:
     def is_lasting(self) -> bool:
         """Whether, as far as the reason says, the driver will not report the field later either."""
         return getattr(self.reason, "key", self.reason.lower()) in _NEVER_TOLD
+
+    @property
+    def is_of_this_user(self) -> bool:
+        """Whether only this user is not told the field, for lack of a right to see it."""
+        return getattr(self.reason, "key", "") in _HIDDEN_FROM_USER
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from gpuguard import model
 from gpuguard.device_state import device_title
 from gpuguard.eligibility import is_model, used_by
 from gpuguard.errors import InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Gap
 from gpuguard.queue.tickets import as_json, as_request
 from gpuguard.request import SLOTS, Request, fields_needed, fields_to_verify, resolve
@@ -355,3 +356,28 @@ def test_a_bound_on_those_who_share_is_told_where_it_is_one():
     assert Request(share=True, memory=GIB, slots=2).most_sharers == 2
     assert Request(share=True, memory=GIB, slots=SLOTS).most_sharers is None
     assert Request().most_sharers is None
+
+
+HIDDEN = sentence("drm.hidden", "the processes of other users cannot be seen")
+
+
+@pytest.mark.parametrize(("named", "refused"), [(None, True), (("0",), False)], ids=["by number", "by name"])
+def test_a_device_whose_use_this_user_may_not_see_is_given_by_name_alone(
+    named: tuple[str, ...] | None, refused: bool
+) -> None:
+    unseen = a_device(memory_used=None, processes=None)
+    gaps = tuple(Gap(unseen.uuid, field, HIDDEN) for field in ("processes", "memory_used", "memory_free"))
+    choice = choose(a_snapshot(unseen, gaps=gaps), Request(devices=named), {})
+
+    assert [reason.text for refusal in choice.refused for reason in refusal.reasons] == [
+        "unclaimed use cannot be seen: the processes of other users cannot be seen; --devices 0 takes it nevertheless"
+    ] * refused
+    assert all(reason.permanent for refusal in choice.refused for reason in refusal.reasons)
+
+
+def test_a_device_whose_claim_and_use_are_seen_by_its_memory_needs_no_name() -> None:
+    idle = a_device(processes=None)
+    gaps = (Gap(idle.uuid, "processes", HIDDEN),)
+
+    assert chosen(a_snapshot(idle, gaps=gaps)) == [0]
+    assert chosen(a_snapshot(replace(idle, memory_used=3 * GIB), gaps=gaps), Request(devices=("0",))) == []

@@ -37,6 +37,8 @@ _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0":
 ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
 _ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
 _EMPTY = sentence("drm.empty", "the file is empty")
+# Drivers that wake a sleeping GPU for whoever reads the fdinfo of one of its clients: xe_drm_client.c.
+_WOKEN_BY_FDINFO = frozenset({"xe"})
 _REASONS = {
     errno.ENOENT: _ABSENT,
     errno.ENOTDIR: _ABSENT,
@@ -56,6 +58,11 @@ class NotTold(Exception):
         super().__init__(reason)
         self.reason = reason
 
+    @property
+    def key(self) -> str:
+        """The key of the reason: "drm.absent", "drm.empty" ..."""
+        return getattr(self.reason, "key", "")
+
 
 # Files
 
@@ -69,11 +76,16 @@ def read(path: str) -> str:
         finally:
             os.close(descriptor)
     except OSError as error:
-        failed = sentence("drm.failed", "the kernel says: {error}", error=error.strerror or str(error))
-        raise NotTold(_REASONS.get(error.errno or 0, failed)) from None
+        raise refused(error) from None
     if not (text := content.decode(errors="replace").strip("\0 \t\n")):
         raise NotTold(_EMPTY)
     return text
+
+
+def refused(error: OSError) -> NotTold:
+    """Return the NotTold for an error of the kernel."""
+    failed = sentence("drm.failed", "the kernel says: {error}", error=error.strerror or str(error))
+    return NotTold(_REASONS.get(error.errno or 0, failed))
 
 
 def read_or(path: str, default: str = "") -> str:
@@ -132,7 +144,7 @@ class Card:
     @property
     def asleep(self) -> bool:
         """Whether the driver has switched it off.  To read this wakes no GPU."""
-        return read_or(f"{self.device}/power/runtime_status") in ("suspended", "suspending")
+        return _is_asleep(self.device)
 
 
 def cards(root: str, vendor: Vendor) -> list[Card]:
@@ -145,7 +157,7 @@ def cards(root: str, vendor: Vendor) -> list[Card]:
         device = f"{folder}/{name}/device"
         facts = pairs(read_or(f"{device}/uevent"))  # a copied tree has no links
         address = _address(device) or facts.get("PCI_SLOT_NAME", "").lower()
-        driver = os.path.basename(procfs.read_link(f"{device}/driver") or facts.get("DRIVER", ""))
+        driver = _driver(device) or facts.get("DRIVER", "")
         if driver in vendor.drivers and _ADDRESS.fullmatch(address):
             below = [entry for entry in listed(f"{device}/drm") if entry.startswith("renderD")]
             render = next(iter([*below, *(entry for entry, of in renders.items() if of == address)]), "")
@@ -158,6 +170,14 @@ def _address(device: str) -> str:
     """Return the PCI address to which the link *device* leads, or "" if it leads elsewhere."""
     name = os.path.basename(procfs.read_link(device) or "")
     return name if _ADDRESS.fullmatch(name) else ""
+
+
+def _driver(device: str) -> str:
+    return os.path.basename(procfs.read_link(f"{device}/driver") or "")
+
+
+def _is_asleep(device: str) -> bool:
+    return read_or(f"{device}/power/runtime_status") in ("suspended", "suspending")
 
 
 def product_name(root: str, card: Card, vendor: Vendor) -> str:
@@ -302,6 +322,8 @@ class Clients(NamedTuple):
 
     found: tuple[DrmClient, ...]
     hidden: bool  # whether there are processes into which this user cannot look
+    # The pid of a process that has a GPU open, and its address, where fdinfo says nothing or would wake the GPU.
+    undescribed: tuple[tuple[int, str], ...] = ()
 
 
 class ClientScanner:
@@ -309,27 +331,38 @@ class ClientScanner:
 
     def __init__(self, root: str) -> None:
         self._proc = f"{root.rstrip('/')}/proc"
+        self._drm = f"{root.rstrip('/')}/sys/class/drm"
+        self._of_this_machine = not root.strip("/")
         self._known: set[int] = set()  # pids that had such a file open when they were last looked at
+        self._gpus: dict[str, tuple[str, bool]] = {}  # of the nodes seen in this look: see _gpu_of
         self._hidden = False
 
     def read(self, *, everywhere: bool, also: Collection[int] = ()) -> Clients:
         """Look into all processes, or only into those that had such files open the last time, and into *also*."""
         if everywhere:
-            self._hidden = False
             pids = [int(name) for name in listed(self._proc) if name.isdecimal()]
+            # /proc leaves out the processes outside of our pid namespace, and with hidepid those of other users.
+            hides = self._of_this_machine and (1 not in pids or not procfs.in_first_pid_namespace())
+            self._hidden = hides or not os.path.isdir(self._proc)
         else:
             pids = sorted(self._known.union(also))
+        self._gpus.clear()
         clients: dict[tuple[str, int], DrmClient] = {}
+        undescribed: dict[tuple[int, str], None] = {}
         known = set()
         for pid in pids:
             for client in self._open_in(pid, everywhere=everywhere):
                 known.add(pid)
-                # A child that was forked shows the client of its parent, which has the lower pid nearly always.
-                clients.setdefault((client.address, client.number), client)
+                if isinstance(client, DrmClient):
+                    # A child that was forked shows the client of its parent, which has the lower pid nearly always.
+                    clients.setdefault((client.address, client.number), client)
+                else:
+                    undescribed[pid, client] = None
         self._known = known
-        return Clients(tuple(clients.values()), self._hidden)
+        return Clients(tuple(clients.values()), self._hidden, tuple(undescribed))
 
-    def _open_in(self, pid: int, *, everywhere: bool) -> Iterator[DrmClient]:
+    def _open_in(self, pid: int, *, everywhere: bool) -> Iterator[DrmClient | str]:
+        """Yield the clients of a process, and the addresses of further GPUs that it has open."""
         folder = f"{self._proc}/{pid}"
         try:
             names = os.listdir(f"{folder}/fd")
@@ -339,21 +372,41 @@ class ClientScanner:
             self._hidden = self._hidden or everywhere
             return
         for name in names:
-            if _is_drm(f"{folder}/fd/{name}") and (client := parse_client(pid, read_or(f"{folder}/fdinfo/{name}"))):
+            node, fdinfo = _node(f"{folder}/fd/{name}"), f"{folder}/fdinfo/{name}"
+            if node is None:
+                continue
+            address, spared = self._gpu_of(node)
+            client = None if spared else parse_client(pid, read_or(fdinfo))
+            if client:
                 yield client
+            elif address and os.path.lexists(fdinfo):  # otherwise the file was closed meanwhile
+                yield address
+
+    def _gpu_of(self, node: str) -> tuple[str, bool]:
+        """Return the address of the GPU of a DRM device, or "", and whether it sleeps and fdinfo would wake it."""
+        if node not in self._gpus:
+            device = f"{self._drm}/{node}/device"
+            spared = _driver(device) in _WOKEN_BY_FDINFO and _is_asleep(device)
+            self._gpus[node] = (_address(device), spared) if node else ("", False)
+        return self._gpus[node]
 
 
-def _is_drm(path: str) -> bool:
-    """Return whether a descriptor may be that of a DRM device: by its number, because a container may rename nodes."""
+def _node(path: str) -> str | None:
+    """Return the name of the DRM device behind a descriptor, "" if it cannot be read, or None if it is none.
+
+    The name follows from the device's number, because a container may rename nodes.
+    """
     target = procfs.read_link(path)
     if target is None or target.startswith("/dev/dri/"):
-        return True
+        return os.path.basename(target or "")
     if not target.startswith("/dev/"):
-        return False
+        return None
     try:
-        return os.major(os.stat(path).st_rdev) == DRM_MAJOR
+        number = os.stat(path).st_rdev
     except OSError:
-        return False
+        return None
+    minor = os.minor(number)
+    return None if os.major(number) != DRM_MAJOR else f"renderD{minor}" if minor >= 128 else f"card{minor}"
 
 
 def parse_client(pid: int, text: str) -> DrmClient | None:

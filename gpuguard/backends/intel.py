@@ -1,0 +1,570 @@
+"""Intel GPUs, as the kernel's drivers xe and i915 show them: sysfs, hwmon, the fdinfo of processes, and one ioctl.
+
+No file tells the load or the power, so both follow from counters that are read twice.  A sleeping GPU is not woken:
+only what the PCI bus knows is read, and who has it open.  A user who may not look into the processes of others, and to
+whom the driver does not tell the memory in use, cannot see who uses a GPU: then it is unknown, never none.  Untried on
+hardware: this follows from files that real machines wrote, and from the source of the drivers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuguard import model
+from gpuguard.backends import drm, intel_memory
+from gpuguard.backends.drm import ASLEEP, CardReading, NotTold, number, read
+from gpuguard.errors import BackendError
+from gpuguard.locale.messages import sentence
+from gpuguard.model import BUSY_MEMORY, Device, Gap, GpuProcess, Snapshot
+from gpuguard.procfs import boot_clock
+from gpuguard.vendors import INTEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from gpuguard.backends.drm import Card, Clients, DrmClient
+    from gpuguard.backends.intel_memory import MemoryRegion
+
+SCAN_SECONDS = 10.0  # after which all processes are looked into again, and not only those that had a GPU open
+# Two readings of a counter give a rate if they lie so far apart (seconds).  Over less time its steps are too coarse;
+# over more the rate says nothing of now, and xe counts energy in 32 bits, which are enough for 4 minutes at 1000 W.
+SHORTEST, LONGEST = 0.2, 120.0
+
+# Keys of fdinfo.  The regions are vram0 or local0 of each tile, and for the memory of the host system, system0 or gtt.
+_MEMORY = {False: re.compile(r"drm-(total|resident)-(?:vram|local)\d+"),
+           True: re.compile(r"drm-(total|resident)-(?:system|gtt)\d*")}  # fmt: skip  # by whether it is integrated
+_BUSY = re.compile(r"drm-(?:cycles|engine)-(?!capacity-)(.+)")
+# How the work of an engine counts; classes as xe and as i915 name them.  The render engine serves both: such programs
+# are judged by their memory, as are those whose work is not told.
+_KINDS = {"ccs": "compute", "compute": "compute", "rcs": "compute+graphics", "render": "compute+graphics"}
+
+_ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
+_FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
+_WENT_BACK = sentence("intel.went_back", "its counter went back")
+_STANDS = sentence("intel.counter_stands", "its counter stands at 0")
+_NO_COUNTERS = sentence("intel.no_counters", "the driver does not count the work of its processes")
+_HIDDEN = sentence("drm.hidden", "the processes of other users cannot be seen")
+_SUMMED = sentence("intel.summed", "the driver does not tell it: the sum of what its processes hold")
+_COUNTED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
+_RPM = sentence("intel.rpm", "the driver tells how fast the fans turn, and not how fast they can")
+_NO_LIMIT = sentence("intel.no_limit", "no limit is set")
+_GPU_LOST = sentence("driver.gpu_lost", "the GPU is lost")
+_SILENT = sentence("driver.silent", "a driver call did not come back")
+_LOST = sentence("problem.lost", "lost")
+_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
+_WEDGED = sentence("problem.wedged", "given up by its driver until it is reset")
+
+
+def open(spec: str = "", clock: Callable[[], float] = boot_clock) -> Intel:
+    """Open the GPUs of this machine, or those of the tree of files *spec*.  Raises BackendError if there are none."""
+    return Intel(os.path.abspath(spec) if spec else "", clock)
+
+
+class Intel:
+    """A Backend."""
+
+    name = "intel"
+
+    def __init__(self, root: str, clock: Callable[[], float]) -> None:
+        self.progress: Callable[[int | None], object] = lambda index: None
+        self.skip: Collection[int] = ()
+        self.ahead = False
+        self.simulated = bool(root)
+        self._root, self._clock = root, clock
+        self._scanner, self._scanned = drm.ClientScanner(root), float("-inf")
+        self._lists = drm.ProcessLists()
+        self._gpus = _found(root)
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        """Sample as Backend.sample does."""
+        taken_at, clock = time.time(), self._clock()
+        look = _Look(
+            self._root, fields, clock, self._lists, lambda: self._clients(clock, everywhere=devices is not None)
+        )
+        present = {card.address: card for card in drm.cards(self._root, INTEL)}
+        found: list[Device] = []
+        gaps: list[Gap] = []
+        for index, gpu in enumerate(self._gpus):
+            if devices is None or gpu.card.uuid in devices:
+                values, missing = self._read(index, gpu, present.get(gpu.card.address), look)
+                ordinal = None if gpu.ordinal == index else gpu.ordinal
+                found.append(Device(index, gpu.card.uuid, vendor=INTEL.name, ordinal=ordinal, **values))
+                gaps += missing
+        if model.TOPOLOGY in fields:
+            gaps.append(Gap(None, "topology", _ABSENT))
+        return Snapshot(
+            host=os.uname().nodename,
+            backend=self.name,
+            taken_at=taken_at,
+            clock=clock,
+            devices=tuple(found),
+            gaps=tuple(gaps),
+            simulated=self.simulated,
+            driver_version=None if self.simulated else INTEL.kernel_version(),
+        )
+
+    def close(self) -> None:
+        """Nothing stays open between two samples."""
+
+    def _clients(self, clock: float, *, everywhere: bool) -> Clients:
+        """Look for the processes that use GPUs: everywhere for a caller that is about to act, and from time to time."""
+        if everywhere or clock - self._scanned >= SCAN_SECONDS:
+            everywhere, self._scanned = True, clock
+        return self._scanner.read(everywhere=everywhere)
+
+    def _read(self, index: int, gpu: _Gpu, card: Card | None, look: _Look) -> tuple[dict[str, Any], list[Gap]]:
+        """Return the fields of a GPU that were read, and its gaps."""
+        uuid = gpu.card.uuid
+        if index in self.skip:
+            return {"problems": (_UNRESPONSIVE,)}, [Gap(uuid, "device", _SILENT)]
+        self.progress(index)
+        if card is None:
+            return {"name": gpu.name, "problems": (_LOST,)}, [Gap(uuid, "device", _GPU_LOST)]
+        if card != gpu.card:  # its driver was loaded again
+            gpu = self._gpus[index] = replace(gpu, card=card, counters=Counters())
+        gpu.counters.forget(look.clock)
+        view = _View(gpu, CardReading(uuid, look.fields, card.asleep), look)
+        for group, reader in _READERS.items():
+            if group in look.fields:
+                reader(view)
+        view.reading.close({})
+        gpu.name = str(view.reading.values.get("name") or "") or gpu.name
+        if model.HEALTH in look.fields or view.reading.problems:
+            view.reading.values["problems"] = tuple(view.reading.problems)
+        return view.reading.values, view.reading.gaps
+
+
+def _found(root: str) -> list[_Gpu]:
+    """Return the GPUs to show: the discrete ones, or if there are none, the one that is part of the CPU."""
+    gpus = [_Gpu(card, ordinal, _is_integrated(root, card)) for ordinal, card in enumerate(drm.cards(root, INTEL))]
+    if gpus:
+        return [gpu for gpu in gpus if not gpu.integrated] or gpus
+    raise BackendError(
+        sentence(
+            "intel.none",
+            "no Intel GPU was found: {folder} has no card of the drivers xe and i915.\n"
+            "See `lspci -k` for the driver of the GPU, and in a container whether it has the host's /sys.  "
+            "`--backend simulated` tries gpuguard without a GPU.",
+            folder=f"{root}/sys/class/drm",
+        )
+    )
+
+
+def _is_integrated(root: str, card: Card) -> bool:
+    """Return whether a GPU is part of the CPU: it lies on the CPU's own bus, and no memory of its own is known.
+
+    In a virtual machine a discrete one may lie there.
+    """
+    if not card.address.startswith("0000:00:"):
+        return False
+    try:
+        return card.asleep or not any(region.of_gpu for region in intel_memory.regions(root, card))
+    except (OSError, NotTold):
+        return True
+
+
+class _Count(NamedTuple):
+    """A counter as it was last read."""
+
+    at: float  # seconds
+    amount: float
+    whole: float  # what its growth is a part of: seconds, nanoseconds, cycles
+    growth: float | None
+
+
+class Counters:
+    """The counters of a GPU, and how they have grown since they were last read."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, _Count] = {}
+
+    def growth(self, key: object, at: float, amount: float, whole: float) -> float:
+        """Return by how much a counter has grown while *whole* grew by one.  Raises NotTold.
+
+        A reading that follows too closely gives the same answer as the one before.
+        """
+        before = self._last.get(key)
+        if before and at - before.at < SHORTEST and amount >= before.amount:
+            growth = before.growth
+        else:
+            comparable = before and at - before.at <= LONGEST and whole > before.whole and amount >= before.amount
+            growth = (amount - before.amount) / (whole - before.whole) if before and comparable else None
+            self._last[key] = _Count(at, amount, whole, growth)
+        if growth is None:
+            raise NotTold(_WENT_BACK if before and amount < before.amount else _FIRST_LOOK)
+        return growth
+
+    def forget(self, at: float) -> None:
+        """Forget what is too old to compare with, such as the counters of processes that have ended."""
+        self._last = {key: last for key, last in self._last.items() if at - last.at <= LONGEST}
+
+
+@dataclass
+class _Gpu:
+    """A GPU, and what is kept of it between two samples."""
+
+    card: Card
+    ordinal: int  # among all Intel GPUs, the integrated one included: Level Zero counts it
+    integrated: bool
+    name: str | None = None
+    memory_total: int | None = None  # bytes, once they are known
+    counters: Counters = field(default_factory=Counters)
+
+    @cached_property
+    def sensors(self) -> drm.Sensors:
+        """Its sensors."""
+        return drm.Sensors(self.card)
+
+
+@dataclass
+class _Look:
+    """One sample of all GPUs."""
+
+    root: str
+    fields: Collection[str]
+    clock: float
+    lists: drm.ProcessLists
+    find_clients: Callable[[], Clients]
+
+    @cached_property
+    def clients(self) -> Clients:
+        """The processes that have GPUs open, which are looked for only where a field needs them."""
+        return self.find_clients()
+
+
+@dataclass
+class _View:
+    """One sample of one GPU."""
+
+    gpu: _Gpu
+    reading: CardReading
+    look: _Look
+
+    @cached_property
+    def clients(self) -> list[DrmClient]:
+        """The open files of this GPU, as far as they can be seen."""
+        return [client for client in self.look.clients.found if client.address == self.gpu.card.address]
+
+    @cached_property
+    def undescribed(self) -> list[int]:
+        """The pids of the processes that have it open and of which nothing else is known, as while it sleeps."""
+        return [pid for pid, address in self.look.clients.undescribed if address == self.gpu.card.address]
+
+    @cached_property
+    def regions(self) -> list[MemoryRegion] | str:
+        """The regions of its memory, or why they are unknown."""
+        try:
+            return intel_memory.regions(self.look.root, self.gpu.card)
+        except NotTold as gap:
+            return gap.reason
+        except OSError as error:
+            if error.errno == errno.ECANCELED:  # the answer of xe to each call once it is wedged
+                self.reading.problems.append(_WEDGED)
+            return drm.refused(error).reason
+
+    def set(self, name: str, value: Callable[[], object]) -> None:
+        """Set a field for which the GPU must be awake."""
+        self.reading.set(name, value, wakes=True)
+
+    def sensor(self, kind: str, suffixes: Iterable[str], zero: str = _STANDS) -> tuple[str, int]:
+        """Read the first value of a sensor of this *kind*, and return its file, too; *zero* says what 0 means.
+
+        The sensor of the card is preferred to that of the chip, and may be missing or stand at 0.  i915 has no labels,
+        and one sensor of each kind.
+        """
+        reason: str = _ABSENT
+        for path in [path for suffix in suffixes for path in self._sensors(kind, suffix)]:
+            try:
+                value = number(read(path))
+            except NotTold as gap:
+                if gap.key != "drm.absent":
+                    raise
+                continue
+            if value:
+                return path, value
+            reason = zero
+        raise NotTold(reason)
+
+    def _sensors(self, kind: str, suffix: str) -> list[str]:
+        found = []
+        for label in ("card", "pkg"):
+            with suppress(NotTold):
+                found.append(self.gpu.sensors.path(kind, label, suffix=suffix))
+        return found or [self.gpu.sensors.path(kind, suffix=suffix)]
+
+
+# Groups of fields
+
+
+def _read_model(view: _View) -> None:
+    drm.read_place(view.reading, view.gpu.card)
+    view.reading.values["name"] = drm.product_name(view.look.root, view.gpu.card, INTEL)
+    view.reading.values["integrated"] = view.gpu.integrated
+
+
+def _read_memory(view: _View) -> None:
+    """Read memory_*: of the host if the GPU is part of the CPU."""
+    reading = view.reading
+    reading.values["memory_shared_with_host"] = view.gpu.integrated
+    reading.set("memory_total", lambda: _memory_total(view))
+    reading.set("memory_used", lambda: _memory_used(view))
+    reading.set("memory_free", lambda: _memory_free(view))
+    reading.gap("memory_reserved", _COUNTED)
+
+
+def _memory_total(view: _View) -> int:
+    if view.gpu.integrated:
+        return _of_host(view, "MemTotal")
+    if not view.reading.asleep:
+        if isinstance(view.regions, str):
+            raise NotTold(view.regions)
+        view.gpu.memory_total = sum(region.total for region in view.regions if region.of_gpu)
+    if not view.gpu.memory_total:
+        raise NotTold(ASLEEP if view.reading.asleep else _ABSENT)
+    return view.gpu.memory_total
+
+
+def _memory_used(view: _View) -> int:
+    """Return the memory in use that the driver tells, or else what the processes hold, if all can be seen."""
+    if not (view.gpu.integrated or view.reading.asleep or isinstance(view.regions, str)):
+        told = sum(region.used for region in view.regions if region.of_gpu)
+        if told:  # 0 is the answer to users whom it does not tell
+            return told
+    if view.look.clients.hidden:
+        raise NotTold(_HIDDEN)
+    held = [_memory_of(client, integrated=view.gpu.integrated) for client in view.clients]
+    if view.undescribed or None in held:
+        raise NotTold(ASLEEP if view.reading.asleep else _ABSENT)
+    view.reading.gap("memory_used", _SUMMED)
+    return sum(filter(None, held))
+
+
+def _memory_free(view: _View) -> int:
+    total, used = (view.reading.values.get(f"memory_{name}") for name in ("total", "used"))
+    if not isinstance(total, int) or not isinstance(used, int):
+        unknown = "memory_used" if isinstance(total, int) else "memory_total"
+        raise NotTold(next(gap.reason for gap in view.reading.gaps if gap.field == unknown))
+    free = max(0, total - used)  # processes that share memory are each counted with it
+    return min(free, _of_host(view, "MemAvailable")) if view.gpu.integrated else free
+
+
+def _of_host(view: _View, name: str) -> int:
+    kibibytes = drm.pairs(read(f"{view.look.root}/proc/meminfo")).get(name, "").partition(" ")[0]
+    return number(kibibytes) * 1024
+
+
+def _memory_of(client: DrmClient, *, integrated: bool) -> int | None:
+    """Return the bytes that a client holds: in the memory of the GPU, or for an integrated one in that of the host.
+
+    What is resident counts, because the rest of its total may have been moved out.
+    """
+    held: dict[str, int] = defaultdict(int)
+    for key, value in client.values.items():
+        if found := _MEMORY[integrated].fullmatch(key):
+            held[found[1]] += value
+    return held.get("resident", held.get("total"))
+
+
+def _read_processes(view: _View) -> None:
+    if view.look.clients.hidden:
+        view.reading.gap("processes", _HIDDEN)
+        return
+    shares: dict[int, list[float]] = defaultdict(list)
+    for (pid, _), share in _shares(view, lambda client: client.pid).items():
+        shares[pid].append(share)
+    rows = [row for client in view.clients if (row := _row(client, integrated=view.gpu.integrated))]
+    rows += [GpuProcess(pid, None, "compute+graphics") for pid in view.undescribed]
+    merged = drm.merged_rows(rows)
+    if model.PROCESS_DETAILS in view.reading.fields:
+        merged = [
+            replace(row, utilization=min(100.0, max(shares[row.pid]))) if shares[row.pid] else row for row in merged
+        ]
+    view.look.lists.read(view.reading, merged)
+
+
+def _row(client: DrmClient, *, integrated: bool) -> GpuProcess | None:
+    """Return the process of a client, or None if it holds no memory and has never used an engine, as a monitor does."""
+    worked = [found[1] for key, value in client.values.items() if value and (found := _BUSY.fullmatch(key))]
+    memory = _memory_of(client, integrated=integrated)
+    if not worked and memory == 0:
+        return None
+    kinds = {_KINDS.get(engine, "graphics") for engine in worked} or {"compute+graphics"}
+    return GpuProcess(client.pid, memory, min(kinds))  # "compute" comes before "compute+graphics" and "graphics"
+
+
+def _read_idle_processes(view: _View) -> None:
+    used = view.reading.values.get("memory_used")
+    if model.PROCESSES not in view.reading.fields and not (isinstance(used, int) and used >= BUSY_MEMORY):
+        _read_processes(view)
+
+
+def _read_utilization(view: _View) -> None:
+    view.set("utilization", lambda: _utilization(view))
+    view.reading.gap("memory_utilization")
+
+
+def _utilization(view: _View) -> float:
+    """Return the load of the busiest class of engines; if not all processes can be seen, of all engines together."""
+    if not view.look.clients.hidden and any(_BUSY.fullmatch(key) for client in view.clients for key in client.values):
+        shares = _shares(view, lambda client: 0)
+        if not shares:
+            raise NotTold(_FIRST_LOOK)
+        return min(100.0, max(shares.values()))
+    return min(100.0, max(0.0, 100.0 * (1 - _idle(view))))
+
+
+def _shares(view: _View, group: Callable[[DrmClient], int]) -> dict[tuple[int, str], float]:
+    """Return the percent of a class of engines that each group of clients has used since the last look."""
+    shares: dict[tuple[int, str], float] = defaultdict(float)
+    for client in view.clients:
+        for key, busy in client.values.items():
+            if not (found := _BUSY.fullmatch(key)):
+                continue
+            engine = found[1]
+            # xe tells how many cycles went by until it was read; i915 counts nanoseconds.
+            cycles = client.values.get(f"drm-total-cycles-{engine}", 0)
+            whole = cycles if key.startswith("drm-cycles") else view.look.clock * 1e9
+            engines = client.values.get(f"drm-engine-capacity-{engine}", 1) or 1
+            with suppress(NotTold):
+                share = view.gpu.counters.growth((client.number, engine), view.look.clock, busy, whole)
+                shares[group(client), engine] += 100 * share / engines
+    return shares
+
+
+def _idle(view: _View) -> float:
+    """Return the part of the time in which the engines for computing slept: of the tile that slept least."""
+    shares: list[float] = []
+    untold = None
+    for path in _residencies(view.gpu.card):
+        try:  # all are read before one that is not told ends it: the next look needs each of them
+            milliseconds, at = number(read(path)), view.look.clock
+            shares.append(view.gpu.counters.growth(path, at, milliseconds, at * 1000))
+        except NotTold as gap:
+            untold = gap
+    if untold or not shares:
+        raise untold or NotTold(_NO_COUNTERS)
+    return min(shares)
+
+
+def _residencies(card: Card) -> list[str]:
+    """Return the files that count the milliseconds in which the engines for computing slept, one for each tile."""
+    if card.driver == "i915":
+        return [f"{card.folder}/gt/gt0/rc6_residency_ms"]
+    return [f"{gt}/gtidle/idle_residency_ms" for gt in _gts(card) if not _is_media(gt)]
+
+
+def _gts(card: Card) -> list[str]:
+    """Return the folders of the groups of engines (GT) of a GPU with the driver xe; each tile has one or two."""
+    tiles = [f"{card.device}/{name}" for name in drm.listed(card.device) if re.fullmatch(r"tile\d+", name)]
+    return [f"{tile}/{name}" for tile in tiles for name in drm.listed(tile) if re.fullmatch(r"gt\d+", name)]
+
+
+def _is_media(gt: str) -> bool:
+    return drm.read_or(f"{gt}/gtidle/name").endswith("-mc")
+
+
+def _read_health(view: _View) -> None:
+    view.reading.values["asleep"] = view.reading.asleep
+    view.reading.values["mig_mode"] = False  # no Intel GPU is divided
+    if not view.reading.asleep:
+        view.regions  # noqa: B018  it tells whether the driver has given up the GPU
+
+
+def _read_thermal(view: _View) -> None:
+    view.set("temperature", lambda: _celsius(view, "input"))
+    view.set("temperature_slowdown", lambda: _celsius(view, "crit"))
+    view.set("temperature_shutdown", lambda: _celsius(view, "emergency"))
+    view.reading.gap("fan_speed", _RPM)
+
+
+def _celsius(view: _View, suffix: str) -> float:
+    return view.sensor("temp", (suffix,))[1] / 1000
+
+
+def _read_power(view: _View) -> None:
+    view.set("total_energy", lambda: view.sensor("energy", ("input",))[1] / 1e6)
+    view.set("power_draw", lambda: _power(view))
+    # The limit for a longer time, which is the lower one, or else that for a moment; 0 switches a limit off.
+    view.set("power_limit", lambda: view.sensor("power", ("max", "cap"), zero=_NO_LIMIT)[1] / 1e6)
+
+
+def _power(view: _View) -> float:
+    path, microjoules = view.sensor("energy", ("input",))
+    return view.gpu.counters.growth(path, view.look.clock, microjoules, view.look.clock) / 1e6
+
+
+def _read_clocks(view: _View) -> None:
+    view.set("clock_sm", lambda: _clock(view, "act"))
+    view.set("clock_sm_max", lambda: _clock(view, "rp0"))
+    view.set("throttle_reasons", lambda: _throttle_reasons(view.gpu.card))
+
+
+def _read_media(view: _View) -> None:
+    view.set("clock_graphics", lambda: _clock(view, "act"))
+    view.set("clock_video", lambda: _clock(view, "act", media=True))
+
+
+def _clock(view: _View, which: str, *, media: bool = False) -> int:
+    """Return a clock in MHz: the highest of all tiles."""
+    card = view.gpu.card
+    if card.driver == "xe":
+        paths = [f"{gt}/freq0/{which}_freq" for gt in _gts(card) if _is_media(gt) == media]
+    else:
+        paths = [] if media else [f"{card.folder}/gt_{which.replace('rp', 'RP')}_freq_mhz"]
+    if not paths:
+        raise NotTold(_ABSENT)
+    return max(number(read(path)) for path in paths)
+
+
+def _throttle_reasons(card: Card) -> tuple[str, ...]:
+    if card.driver == "xe":
+        places = [(f"{gt}/freq0/throttle", "reason_") for gt in _gts(card)]
+    else:
+        places = [(f"{card.folder}/gt/gt0", "throttle_reason_")]
+    files = [
+        (f"{folder}/{name}", name[len(start) :])
+        for folder, start in places
+        for name in drm.listed(folder)
+        if name.startswith(start)
+    ]
+    if not files:
+        raise NotTold(_ABSENT)
+    reasons = [reason for path, reason in files if number(read(path)) and reason != "status"]
+    return tuple(dict.fromkeys(reasons))
+
+
+def _read_pcie(view: _View) -> None:
+    drm.read_link(view.reading, _upstream(view.gpu.card), wakes=True)
+
+
+def _upstream(card: Card) -> str:
+    """Return the folder of the PCI device at which the card's link to the machine ends.
+
+    A discrete GPU lies behind a switch on its card, and its own link, to that switch, always says 2.5 GT/s and 1 lane.
+    """
+    device = os.path.realpath(card.device)
+    port = os.path.dirname(os.path.dirname(device))
+    return port if drm.read_or(f"{port}/vendor") == "0x8086" else device
+
+
+_READERS: Mapping[str, Callable[[_View], None]] = {
+    model.MEMORY: _read_memory,  # the first: the list of processes is compared with it
+    model.PROCESSES: _read_processes,
+    model.IDLE_PROCESSES: _read_idle_processes,
+    model.UTILIZATION: _read_utilization,
+    model.HEALTH: _read_health,
+    model.MODEL: _read_model,
+    model.THERMAL: _read_thermal,
+    model.POWER: _read_power,
+    model.CLOCKS: _read_clocks,
+    model.MEDIA: _read_media,
+    model.PCIE: _read_pcie,
+}
