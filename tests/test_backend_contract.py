@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot
 from fake_nvml import FakeNvml
+from intel_trees import B60, IntelTree
 from nodes import a_user, change, eventually, start
 from nvml_child import gaps_of
 from smi_files import a_program
@@ -23,6 +24,7 @@ from gpuguard import errors, model
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
+from gpuguard.vendors import UUID_PREFIXES
 
 FIELDS = {
     model.MEMORY: ("memory_total", "memory_used", "memory_free"),
@@ -128,10 +130,34 @@ class Program:
         a_program(self.place, a_snapshot(self.devices[0], parent, *instances, *self.devices[2:]))
 
 
-Machine = FakeDriver | SimulatedNode | Program
+class IntelFiles:
+    """Four Intel GPUs in a tree of files."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cards = tuple(replace(B60, address=f"0000:0{number}:00.0") for number in (3, 4, 5, 6))
+        self.tree = IntelTree(place / "machine", cards)
+        self.name = f"intel:{self.tree.place}"
+
+    @contextmanager
+    def busy(self, index: int) -> Iterator[subprocess.Popen[str]]:
+        place = self.tree.place / "job"
+        place.mkdir()
+        with subprocess.Popen(["sleep", "600"], text=True, cwd=place) as job:
+            fdinfo = self.tree.client(f"0000:0{index + 3}:00.0", job.pid, memory=GIB, ccs=50)
+            fdinfo.rename(place / "fdinfo")
+            fdinfo.symlink_to(f"/proc/{job.pid}/cwd/fdinfo")  # which is gone when the process has ended
+            yield job
+            job.kill()
+
+    def lose(self, index: int) -> None:
+        self.tree.lose(f"0000:0{index + 3}:00.0")
 
 
-@pytest.fixture(params=[FakeDriver, SimulatedNode, Program])
+Divisible = FakeDriver | SimulatedNode | Program
+Machine = Divisible | IntelFiles
+
+
+@pytest.fixture(params=[FakeDriver, SimulatedNode, Program, IntelFiles])
 def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made: Machine = request.param(tmp_path, monkeypatch)
     return made
@@ -160,7 +186,7 @@ def test_every_device_has_an_index_and_a_uuid_whatever_is_read(backend: Backend)
 
     assert [device.index for device in devices] == [0, 1, 2, 3]
     assert len({device.uuid for device in devices}) == 4
-    assert all(device.uuid.startswith("GPU-") for device in devices)
+    assert all(device.uuid.startswith(UUID_PREFIXES) for device in devices)
 
 
 @pytest.mark.parametrize("group", FIELDS)
@@ -228,7 +254,8 @@ def test_a_lost_device_is_named_and_hides_no_other(machine: Machine, backend: Ba
     assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
 
 
-def test_instances_come_with_the_health_of_their_parent(machine: Machine, opened: Callable[[], Backend]) -> None:
+@pytest.mark.parametrize("machine", [FakeDriver, SimulatedNode, Program], indirect=True)
+def test_instances_come_with_the_health_of_their_parent(machine: Divisible, opened: Callable[[], Backend]) -> None:
     machine.divide()
     backend = opened()
     snapshot = backend.sample(VERIFY_FIELDS)

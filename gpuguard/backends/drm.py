@@ -379,7 +379,7 @@ class ClientScanner:
             client = None if spared else parse_client(pid, read_or(fdinfo))
             if client:
                 yield client
-            elif address and os.path.lexists(fdinfo):  # otherwise the file was closed meanwhile
+            elif address and os.path.exists(fdinfo):  # otherwise the file was closed meanwhile
                 yield address
 
     def _gpu_of(self, node: str) -> tuple[str, bool]:

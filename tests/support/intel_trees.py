@@ -154,8 +154,11 @@ class IntelTree:
                 client.busy[engine] = client.busy.get(engine, 0.0) + percent / 100 * seconds
         self.write_counters()
 
-    def client(self, address: str, pid: int, *, memory: int = 0, **engines: float) -> None:
-        """Let a process have a GPU open: it holds *memory* bytes and keeps engines busy, as in ccs=50 (percent)."""
+    def client(self, address: str, pid: int, *, memory: int = 0, **engines: float) -> Path:
+        """Let a process have a GPU open: it holds *memory* bytes and keeps engines busy, as in ccs=50 (percent).
+
+        Returns its file in fdinfo.
+        """
         card, number = self.cards[address], len(self._clients) + 3
         node = f"/dev/dri/{self._render(card)}"
         (self.place / f"proc/{pid}/fd").mkdir(parents=True, exist_ok=True)
@@ -165,6 +168,7 @@ class IntelTree:
         path = self.place / f"proc/{pid}/fdinfo/{number}"
         self._clients.append(_Client(card, path, number, engines, memory))
         self.write_counters()
+        return path
 
     def write_counters(self) -> None:
         """Write all that counts."""
