@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpuguard.backends import Backend, default_backend
+from gpuguard.backends import Backend, auto, default_backend
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
@@ -42,7 +42,7 @@ from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import desktop_memory, joined
 from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
-from gpuguard.vendors import NVIDIA, VENDORS
+from gpuguard.vendors import NVIDIA, VENDORS, vendor_of
 
 if TYPE_CHECKING:
     from gpuguard.backends.merged import MergedBackend
@@ -136,11 +136,11 @@ def grab_gpus(
         priority: in the queue, "low", "normal" or "high"; a site limits it.
         on_wait: called now and then during the wait, with what is missing; print() will do.
         note: a text for others, shown in `gpuguard who`; in a Jupyter kernel the default is the notebook's name.
-        backend: see backends.open_backend; default $GPUGUARD_BACKEND, else nvml.
+        backend: see backends.open_backend; default $GPUGUARD_BACKEND, else the vendors whose GPUs are found.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
         further: claim devices in addition to those that this process has; os.environ names those of the last call.
         **conditions: further fields of Request: min_free ("20GiB", or bytes), models, exclude, prefer, max_util
-            (percent), share=True with memory (as min_free) for a part of each device, mig ("3g.40gb"),
+            (percent), vendor ("amd"), share=True with memory (as min_free) for a part of each device, mig ("3g.40gb"),
             allow_mig_set=True (several MIG instances, of which one process can use only one) ...
 
     Returns:
@@ -164,12 +164,14 @@ def grab_gpus(
         if gpu_min_memory is not None:
             conditions["min_total"] = int(gpu_min_memory * 2**20)
         conditions.setdefault("min_free_fraction", gpu_fraction)
-        ways, name, claim = _ways(num_gpus, conditions, alternatives), _backend_name(backend), None
+        ways, claim = _ways(num_gpus, conditions, alternatives), None
+        name = _backend_name(backend, conditions.get("vendor"))
         try:
             # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
             with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
                 environ = _outer_environment()
-                asked = None if further else (ways, name, directory, environ.get(NVIDIA.visible))
+                outer = tuple(environ.get(vendor.visible) for vendor in VENDORS.values())
+                asked = None if further else (ways, name, directory, outer)
                 if ways and asked and (again := _claimed_before(asked, strict)):
                     return again
                 _refuse_late(environ, env_set_ok)
@@ -191,7 +193,7 @@ def grab_gpus(
                     allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
                     claim = _acquired(allocator, seconds, strict)
                 _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
-                warn_of_workers(os.environ[NVIDIA.visible])
+                warn_of_workers(vendor_of(claim.devices[0]).visible if claim else NVIDIA.visible)
         except BaseException:
             if claim is not None:  # it was interrupted, so the program would not know of the claim
                 claim.release()
@@ -221,7 +223,8 @@ def select_devices(
     Raises:
         NotEnoughGpus: fewer are eligible.
     """
-    name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
+    request = _request(num_gpus=num_gpus, **conditions)
+    name = _backend_name(backend, request.vendor)
     with _worker(name, directory) as driver:
         allocator = Allocator(
             driver, _lock_directory(directory, name, make=False), [request], environ=_outer_environment()
@@ -519,8 +522,11 @@ def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -
     return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend, make=make)
 
 
-def _backend_name(backend: str | None) -> str:
-    return backend or default_backend()
+def _backend_name(backend: str | None, vendor: str | None = None) -> str:
+    """Return the backend, by the names of its vendors where only *vendor* brings an integrated GPU in."""
+    name = backend or default_backend()
+    named = auto.resolved(name, vendor)
+    return name if named == auto.resolved(name, None) else named
 
 
 # The program around a claim: parts that run already and would not see the devices, or that have them already.
@@ -574,14 +580,14 @@ def _runs_again() -> bool:
     return False
 
 
-def warn_of_workers(visible: str) -> None:
-    """Warn if later workers will have the environment of a process that was started before the claim."""
-    variable = f"{NVIDIA.visible}={visible}".encode()
+def warn_of_workers(variable: str) -> None:
+    """Warn if later workers will have another value of *variable*, that of a process started before the claim."""
+    setting = f"{variable}={os.environ[variable]}".encode()
     for pid in own_children() or ():
         command = read_memory(pid, "cmdline") or b""
         if not any(word in command for word in _FORERUNNERS):
             continue
         environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing if the process has ended
-        if environ and variable not in environ.split(b"\0"):
+        if environ and setting not in environ.split(b"\0"):
             warnings.warn(_BLIND, RuntimeWarning, stacklevel=3)
             return

@@ -27,6 +27,7 @@ from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Ga
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
+from gpuguard.vendors import vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +46,8 @@ MIG_SET: Final = "--allow-mig-set"  # without it a job of several devices takes 
 # The option of the command line that asks for something that a device lacks; "outer limit" if CUDA_VISIBLE_DEVICES,
 # Slurm or a container asks for it, or "" if none does.
 RefusalKey = Literal[
-    "", "outer limit", "--devices", "--exclude", "--mig", "--allow-mig-set", "--model", "--min-total", "--min-free",
-    "--memory", "--slots", "--tolerance", "--max-processes", "--mine-as-free", "--share", "--max-util",
+    "", "outer limit", "--devices", "--exclude", "--mig", "--allow-mig-set", "--model", "--vendor", "--min-total",
+    "--min-free", "--memory", "--slots", "--tolerance", "--max-processes", "--mine-as-free", "--share", "--max-util",
     "--max-memory-util", "--max-temperature",
 ]  # fmt: skip
 
@@ -273,6 +274,12 @@ def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(text, True, "--model")
 
 
+def _of_another_vendor(device: Device, terms: Terms) -> Iterator[Reason]:
+    if terms.request.vendor not in (None, device.vendor):
+        text = sentence("refused.vendor", "its vendor is {vendor}", vendor=vendor_of(device).title)
+        yield Reason(text, True, "--vendor")
+
+
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
     request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
     if request.min_total is not None and total is None:
@@ -455,6 +462,7 @@ _RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _out_of_scope,
     _wrongly_divided,
     _wrong_model,
+    _of_another_vendor,
     _too_small,
     _unhealthy,
     _claimed,

@@ -30,6 +30,7 @@ from gpuguard.claims.claim import (
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import restrictions_against
+from gpuguard.clusters.device_lists import groups_needed
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import (
     BackendError,
@@ -54,7 +55,8 @@ from gpuguard.model import (
     Snapshot,
 )
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
-from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, waiting_error
+from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, unread_vendor, waiting_error
+from gpuguard.vendors import VENDORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -422,6 +424,9 @@ class Allocator:
         if HEALTH not in fields and any(request.num_gpus > len(snapshot.devices) for request in requests):
             fields |= {HEALTH}  # which shows whether the devices are divided into enough instances
             snapshot = self.backend.sample(fields)
+        if not (needed := groups_needed(self.environ, snapshot.devices)) <= fields:
+            fields |= needed
+            snapshot = self.backend.sample(fields)
         limits = outer_devices(self.environ, snapshot.devices)
         within, reason = limits.uuids, limits.reason
         if self.outer:
@@ -437,7 +442,30 @@ class Allocator:
         requests = [self._lockable(request, snapshot) for request in requests]
         if not (needed := self._fields_of(requests)) <= fields:
             snapshot = self.backend.sample(needed | fields)
+        self._refuse_unread(requests, snapshot)
         return requests, snapshot
+
+    def _refuse_unread(self, requests: Sequence[Request], snapshot: Snapshot) -> None:
+        """Refuse requests that could take devices of a vendor whose backend fails.
+
+        A claim that this runs in has none of them.  A vendor whose control node is missing has hardware that this
+        machine, or this container, lets no process use.
+        """
+        for request in () if self.outer else requests:
+            gap = unread_vendor(snapshot, request)
+            vendor = VENDORS.get(gap.field.partition(" ")[0]) if gap else None
+            node = vendor.control_node if vendor and not snapshot.simulated else ""
+            if gap and (not node or os.path.exists(node)):
+                raise BackendError(
+                    sentence(
+                        "backend.vendor_unread",
+                        "the GPUs of {vendor} cannot be read, and they could be what you ask for: {reason}\n"
+                        "To do without them, ask for another vendor's: --vendor {others}.",
+                        vendor=vendor.title if vendor else gap.field,
+                        reason=gap.reason,
+                        others=" or ".join(dict.fromkeys(device.vendor for device in snapshot.devices)),
+                    )
+                )
 
     def _lockable(self, request: Request, snapshot: Snapshot) -> Request:
         """Return *request* without the devices whose lock files this process can never use, however long it waits."""

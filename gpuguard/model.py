@@ -349,6 +349,11 @@ class Gap:
         return getattr(self.reason, "key", "") in _HIDDEN_FROM_USER
 
 
+def devices_of(vendor: str) -> str:
+    """Return the field of the gap that stands for all devices of *vendor*, none of which can be named."""
+    return f"{vendor} devices"
+
+
 @dataclass(frozen=True)
 class ClaimRecord:
     """What a claim's record says; only *alive*, *uid* and *devices* are facts that the kernel vouches for."""

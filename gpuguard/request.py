@@ -26,7 +26,7 @@ from gpuguard.model import (
     Device,
 )
 from gpuguard.units import format_bytes_exactly
-from gpuguard.vendors import UUID_PREFIXES, names_instance
+from gpuguard.vendors import UUID_PREFIXES, VENDORS, names_instance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,6 +66,7 @@ class Request:
     max_processes: int | None = None  # share the device with up to so many processes of others
     max_temperature: float | None = None  # Celsius
     models: tuple[str, ...] = ()  # globs, one of them must match
+    vendor: str | None = None  # a name of vendors.VENDORS
     exclude: tuple[str, ...] = ()  # selectors
     prefer: tuple[str, ...] = ()  # selectors, best first
     strategy: str = "spread"
@@ -124,6 +125,12 @@ class Request:
             )
         if self.slots != SLOTS and not self.share:
             raise InvalidRequest(_("--slots is about shared GPUs: add --share --memory SIZE."))
+        if self.vendor is not None and self.vendor not in VENDORS:
+            raise InvalidRequest(
+                _("there is no vendor {vendor!r}: choose one of {vendors}.").format(
+                    vendor=self.vendor[:40], vendors=", ".join(VENDORS)
+                )
+            )
         if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
             raise InvalidRequest(_("{mig!r} is no MIG profile: write it like 3g.40gb.").format(mig=self.mig[:40]))
 
@@ -218,6 +225,7 @@ def options_of(request: Request) -> tuple[str, ...]:
         ("--max-processes", _number(request.max_processes, "")),
         ("--max-temperature", _number(request.max_temperature, "C")),
         *(("--model", f"'{model}'") for model in request.models),
+        ("--vendor", request.vendor or ""),
         ("--exclude", ",".join(request.exclude)),
         ("--prefer", ",".join(request.prefer)),
         ("--strategy", "" if request.strategy == "spread" else request.strategy),

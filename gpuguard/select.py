@@ -22,6 +22,7 @@ from gpuguard.eligibility import (
     Sharing,
     Terms,
     capacity,
+    is_one_of_models,
     is_share_of,
     memory_left,
     occupancy,
@@ -29,13 +30,13 @@ from gpuguard.eligibility import (
     shown,
     terms_of,
 )
-from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import all_of, nsentence, sentence
-from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.request import Request, options_of, spelled
+from gpuguard.model import ClaimRecord, Device, Gap, Snapshot, devices_of
+from gpuguard.request import Request, options_of, resolve, spelled
 from gpuguard.units import format_bytes, format_bytes_within, format_count, format_duration
-from gpuguard.vendors import vendor_of
+from gpuguard.vendors import VENDORS, vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -119,6 +120,35 @@ def unread_devices(snapshot: Snapshot, taken: Mapping[str, str]) -> set[str]:
         if device.uuid not in taken
         and (device.problems is None or (device.processes is None and device.uuid not in told))
     }
+
+
+def unread_vendor(snapshot: Snapshot, request: Request) -> Gap | None:
+    """Return the gap of a vendor none of whose devices could be read, if *request* could take one of them, or None.
+
+    Its devices may be the best ones, or the only ones that will do, so that they must not be missing without a word.
+    """
+    for gap in snapshot.gaps:
+        name = gap.field.removesuffix(devices_of(""))
+        if gap.device is None and gap.field == devices_of(name) and _could_be_of(name, snapshot, request):
+            return gap
+    return None
+
+
+def _could_be_of(name: str, snapshot: Snapshot, request: Request) -> bool:
+    """Return whether *request* can mean a device of the vendor *name*, by what is known of the other devices."""
+    if name in VENDORS and request.vendor not in (None, name):
+        return False
+    if request.devices is not None:
+        try:
+            resolve(request.devices, snapshot.devices)
+        except InvalidRequest:
+            return True
+        return False
+    if not request.models:
+        return True
+    title = VENDORS[name].title if name in VENDORS else ""
+    known = any(device.name and is_one_of_models(device.name, request.models) for device in snapshot.devices)
+    return not known or is_one_of_models(title, request.models)
 
 
 def possible(choice: Choice) -> Choice:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.backends import RECORDED, Backend
+from gpuguard.backends import DEFAULT_BACKEND, RECORDED, Backend, parts_of
 from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
 from gpuguard.claims.records import ClaimWatcher, of_their_users, probe
@@ -29,6 +29,7 @@ from gpuguard.locale.messages import Sentence, dumps, sentence
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY, WHO_FIELDS, ClaimRecord, Gap, Snapshot
 from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
+from gpuguard.vendors import NVIDIA
 
 FindDirectory = Callable[[], "LockDirectory | None"]
 # Reads the claims on these devices; the claims of a moment ago save it a search for their holders.
@@ -104,7 +105,16 @@ class SnapshotSource:
         if directory is None:
             return None
         snapshot = read_state(directory, clock, simulated=self._name.startswith("simulated"))
-        return snapshot if snapshot and self._suits(snapshot) else None
+        return snapshot if snapshot and _is_of(self._name, snapshot) and self._suits(snapshot) else None
+
+
+def _is_of(name: str, snapshot: Snapshot) -> bool:
+    """Return whether *snapshot* has the devices that the backend *name* shows, and no others."""
+    kinds = {part.partition(":")[0] for part in parts_of(name)}
+    if DEFAULT_BACKEND in kinds:
+        return True  # those of the machine, as its daemon reads it
+    same = {"smi": NVIDIA.backend}  # two ways to the same devices
+    return {same.get(kind, kind) for kind in kinds} == {same.get(kind, kind) for kind in snapshot.backend.split(",")}
 
 
 def read_claims(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import open_worker
+from gpuguard.clusters.device_lists import groups_needed
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.host import HostNumbers, members_of
@@ -250,8 +251,11 @@ class Collector:
             if isinstance(backend, str):
                 backend = self._opened = self._opened or open_worker(backend)
             snapshot = backend.sample(self._fields)
-            if HEALTH not in self._fields and any(names_instance(uuid) for uuid in self._uuids(snapshot) or ()):
-                self._fields |= {HEALTH}  # the group that finds instances
+            needed = groups_needed(self._environ, snapshot.devices)
+            if any(names_instance(uuid) for uuid in self._uuids(snapshot) or ()):
+                needed |= {HEALTH}  # the group that finds instances
+            if not needed <= self._fields:
+                self._fields |= needed
                 snapshot = backend.sample(self._fields)
         except BackendError as error:
             if self.trouble is None:

@@ -21,8 +21,10 @@ class Vendor:
     title: str  # the beginning of the names of its models
     backend: str  # a row of backends.BACKENDS
     drivers: tuple[str, ...]  # the kernel drivers of its GPUs, as /sys/bus/pci/drivers names them
+    pci_id: str  # of the vendor, as /sys has it
 
     visible: str  # the variable that lists the devices which a process may use, by index or uuid
+    listed_uuids: str  # a pattern of the uuids that this list may hold, or "" if it holds indices alone
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
     # Variables that choose once more among the devices that `visible` leaves, which are numbered from 0 again.
     filters: tuple[str, ...]
@@ -75,7 +77,9 @@ NVIDIA = Vendor(
     title="NVIDIA",
     backend="nvml",
     drivers=("nvidia",),
+    pci_id="0x10de",
     visible="CUDA_VISIBLE_DEVICES",
+    listed_uuids=".+",
     numbering={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     filters=(),
     container="NVIDIA_VISIBLE_DEVICES",
@@ -124,7 +128,9 @@ AMD = Vendor(
     title="AMD",
     backend="amd",
     drivers=("amdgpu",),
+    pci_id="0x1002",
     visible="ROCR_VISIBLE_DEVICES",
+    listed_uuids="GPU-[0-9a-f]{16}",
     numbering={},
     filters=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),  # HIP reads all three
     container="AMD_VISIBLE_DEVICES",
@@ -156,7 +162,9 @@ INTEL = Vendor(
     title="Intel",
     backend="intel",
     drivers=("xe", "i915"),
-    visible="ZE_AFFINITY_MASK",  # takes indices only
+    pci_id="0x8086",
+    visible="ZE_AFFINITY_MASK",
+    listed_uuids="",
     # An index means a card rather than a tile, and cards are counted by PCI address.
     numbering={"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"},
     filters=(),
@@ -189,7 +197,9 @@ MTHREADS = Vendor(
     title="Moore Threads",
     backend="mthreads",
     drivers=("mtgpu",),
+    pci_id="0x1ed5",
     visible="MUSA_VISIBLE_DEVICES",
+    listed_uuids="",
     numbering={},
     filters=(),
     container="MTHREADS_VISIBLE_DEVICES",

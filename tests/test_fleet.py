@@ -97,7 +97,7 @@ def test_the_question_of_select_can_be_asked_and_is_the_same_on_the_other_side(h
 def test_every_view_that_can_be_asked_has_these_options(name):
     lists: dict[str, object] = {"user": ["a"], "device": ["0"], "model": ["x"]}
     flags: dict[str, object] = dict.fromkeys(("fresh", "share", "mine_as_free", "allow_mig_set", "no_sort"), True)
-    given = dict.fromkeys(VIEWS[name], "1") | lists | flags | {"strategy": "first", "by": "claim"}
+    given = dict.fromkeys(VIEWS[name], "1") | lists | flags | {"strategy": "first", "by": "claim", "vendor": "amd"}
     parsed = vars(build_parser(name).parse_args(words_of(name, given)[1:]))
 
     assert {option: parsed[option] for option in VIEWS[name]} == {option: given[option] for option in VIEWS[name]}

@@ -1,6 +1,7 @@
 """Two vendors on one machine: the devices of several backends in one snapshot, for every command."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gpuguard.backends.client import open_worker
 from gpuguard.backends.merged import MergedBackend
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import HEALTH, SELECT_FIELDS, WHO_FIELDS, Snapshot
-from gpuguard.vendors import AMD, NVIDIA
+from gpuguard.vendors import AMD, INTEL, NVIDIA, VENDORS
 
 GIB = 2**30
 
@@ -78,7 +79,7 @@ def test_a_backend_that_never_answered_leaves_a_gap_and_no_backend_is_an_error(n
     with open_worker(name) as backend:
         snapshot = backend.sample(WHO_FIELDS)
         assert shown(snapshot) == BOTH[:2]
-        assert [gap.device for gap in snapshot.gaps if gap.field == "device"] == [None]
+        assert [gap.field for gap in snapshot.gaps if gap.device is None] == ["simulated devices"]
 
         (Path(places[1]) / "node.json").write_text("damaged")
         with pytest.raises(BackendError):
@@ -98,7 +99,8 @@ def test_a_device_that_two_backends_show_is_one(places):
         snapshot = backend.sample({HEALTH})
 
     assert shown(snapshot) == BOTH[:2]
-    assert [gap.reason for gap in snapshot.gaps] == ["two backends show it: name one of them"] * 2
+    shown_twice = [gap.reason for gap in snapshot.gaps if gap.field == "device"]
+    assert shown_twice == ["two backends show it: name one of them"] * 2
 
 
 @pytest.mark.parametrize("mixed", ["nvml,simulated", "simulated:a,replay:b", "smi:a.xml,nvml"])
@@ -114,21 +116,93 @@ def test_several_backends_are_no_backend_of_this_process_and_a_comma_may_be_part
     assert parts_of("smi:x,nvml.xml") == ["smi:x,nvml.xml"]
 
 
+def variables_in(text: str) -> dict[str, str]:
+    known = {name for vendor in VENDORS.values() for name in (vendor.visible, *vendor.numbering, *vendor.filters)}
+    seen = dict(line.partition("=")[::2] for line in text.splitlines())
+    return {key: value for key, value in seen.items() if key in known}
+
+
+def of_amd(*uuids: str) -> dict[str, str]:
+    again = ",".join(map(str, range(len(uuids))))
+    return {AMD.visible: ",".join(uuids), **dict.fromkeys(AMD.filters, again)}
+
+
 @pytest.mark.parametrize(
-    ("words", "variables"),
+    ("words", "amd", "nvidia"),
     [
-        (["-n", "2", "--model", "AMD*"], {AMD.visible: "0,1"}),
-        (["--devices", "3"], {AMD.visible: "1"}),
-        (["-n", "2", "--model", "H100*"], {NVIDIA.visible: "0,1", **NVIDIA.numbering}),
+        (["-n", "2", "--model", "AMD*"], [0, 1], None),
+        (["-n", "1", "--vendor", "amd", "--exclude", "3"], [0], None),
+        (["--devices", "3"], [1], None),
+        (["-n", "2", "--vendor", "nvidia"], [], "0,1"),
     ],
 )
-def test_a_job_gets_the_variables_of_its_vendor_with_the_numbers_of_that_vendor(gpuguard, name, words, variables):
+def test_a_job_gets_the_variables_of_its_vendor_with_the_names_of_that_vendor(
+    gpuguard, name, places, words, amd, nvidia
+):
     done = gpuguard("run", "--backend", name, *words, "--", "env")
-    known = {AMD.visible, NVIDIA.visible, *NVIDIA.numbering}
-    seen = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    uuids = [device.uuid for device in simulated_node.load(places[0]).devices]
 
     assert done.returncode == 0, done.stderr
-    assert {key: value for key, value in seen.items() if key in known} == variables
+    assert "(AMD)" in done.stderr if amd else "(NVIDIA)" in done.stderr
+    assert variables_in(done.stdout) == (
+        of_amd(*(uuids[number] for number in amd)) if amd else {NVIDIA.visible: nvidia, **NVIDIA.numbering}
+    )
+
+
+MIXED = "1xH100-80GB+2xMI300X+2xMax1550+1xArc-B580"
+OUTER = dict.fromkeys(("GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES"), "1,0")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "count", "indices", "variables"),
+    [
+        ("amd", 2, [1, 2], dict.fromkeys(AMD.filters, "0,1")),
+        ("intel", 2, [3, 4], {INTEL.visible: "0,1", **INTEL.numbering}),
+    ],
+)
+def test_gpuguard_inside_a_job_stays_inside_it_for_other_vendors_too(tmp_path, vendor, count, indices, variables):
+    start(str(tmp_path / "node"), MIXED)
+    gpuguard = Gpuguard(tmp_path, None, **OUTER)
+    inner = f"env; {sys.executable} -m gpuguard explain -n {count} --json"
+    outer = gpuguard(
+        "run",
+        "--backend",
+        f"simulated:{tmp_path / 'node'}",
+        "-n",
+        str(count),
+        "--vendor",
+        vendor,
+        "--",
+        "sh",
+        "-c",
+        inner,
+    )
+    env, _, explained = outer.stdout.partition("{")
+
+    assert outer.returncode == 0, outer.stderr
+    assert variables.items() <= variables_in(env).items()
+    eligible = [device["index"] for device in json.loads("{" + explained)["devices"] if device["eligible"]]
+    assert eligible == indices
+
+
+def test_a_request_for_a_vendor_says_what_the_others_are_and_select_prints_indices(gpuguard, name):
+    never = gpuguard("run", "--backend", name, "--vendor", "intel", "--", "true")
+    wrong = gpuguard("run", "--backend", name, "--vendor", "ati", "--", "true")
+
+    assert never.returncode == 125 and "its vendor is NVIDIA (2 GPUs)" in never.stderr
+    assert wrong.returncode == 125 and "ati" in wrong.stderr
+    assert gpuguard("select", "--backend", name, "--vendor", "amd", "-n", "2").stdout == "0,1\n"
+
+
+def test_a_vendor_that_cannot_be_read_is_an_error_for_what_could_take_its_devices_and_a_line_for_people(
+    gpuguard, name, places
+):
+    (Path(places[1]) / "node.json").write_text("damaged")
+    refused = gpuguard("select", "--backend", name)
+
+    assert refused.returncode == 4 and "simulated devices cannot be read" in refused.stderr
+    assert gpuguard("select", "--backend", name, "--model", "MI300X").returncode == 0
+    assert "simulated devices: " in gpuguard("who", "--backend", name).stdout
 
 
 def test_a_request_takes_the_devices_of_one_vendor(gpuguard, name, places):

@@ -59,13 +59,14 @@ class OpenedBackend(Backend, Protocol):
 
 
 BACKENDS = {
+    "auto": "all vendors whose GPUs are found: NVIDIA's, AMD's, Intel's, those of Moore Threads",
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
     "intel": "what Linux and its drivers xe and i915 tell of Intel GPUs",
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
-DEFAULT_BACKEND = "nvml"
+DEFAULT_BACKEND = "auto"
 # The beginnings of backends that show a file of another time, on which nothing may be claimed or signalled.
 RECORDED = ("smi:", "replay")
 

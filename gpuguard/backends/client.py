@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import RECORDED, parts_of, spawn
+from gpuguard.backends import RECORDED, auto, parts_of, spawn
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
@@ -49,7 +49,8 @@ def open_worker(
     """Return the backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
     Args:
-        name: as for open_backend, or several, as in "nvml,amd", each of which gets a worker of its own.
+        name: as for open_backend, or several, as in "nvml,amd", each of which gets a worker of its own; "auto" stands
+            for those of this machine.
         on_slow: called with a text if the driver takes longer than SLOW_SECONDS to initialise.
         desktop_memory: returns Device.desktop_memory for each sample: see source.desktop_memory.
         same_version: refuse a worker of another gpuguard, as the guard does.  Otherwise fields that this version does
@@ -59,6 +60,7 @@ def open_worker(
         InvalidRequest: the backends do not all show one machine at one time.
         BackendError: no process can be started now.
     """
+    name = auto.resolved(name, None)
     parts = parts_of(name)
     if len(parts) == 1:
         return WorkerBackend(name, on_slow, desktop_memory, same_version=same_version)

@@ -147,7 +147,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
-    from gpuguard.cli.options import with_joined_alternatives  # only commands need it, --version does not
+    from gpuguard.cli.options import name_backend, with_joined_alternatives  # only commands need them
 
     parser = build_parser(command)
     try:
@@ -156,6 +156,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         return end.code if isinstance(end.code, int) else EXIT_USAGE
     if command in SPEAK_ENGLISH or getattr(args, "json", False):
         use_english()
+    name_backend(args)
     return subcommand(command).main(args)
 
 

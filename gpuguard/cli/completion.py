@@ -29,6 +29,7 @@ from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, local_time
 from gpuguard.users import read_group_names
+from gpuguard.vendors import VENDORS
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ _BY_DEST = {
 # ... the name of the value in the help says more: --device UUID is not --device D.
 _BY_METAVAR = {**dict.fromkeys(("FILE", "PATH", "RECORDING"), FILE), "UUID": "uuids"}
 _FIXED = {
-    "backend": (DEFAULT_BACKEND, "smi", "simulated"),
+    "backend": (DEFAULT_BACKEND, *(vendor.backend for vendor in VENDORS.values()), "smi", "simulated"),
     "checkpoint_signal": ("USR1", "USR2", "INT", "TERM", "HUP"),
     "shell": tuple(SHELLS),
 }

@@ -18,7 +18,7 @@ from importlib import metadata
 from itertools import chain
 from typing import Any
 
-from gpuguard.backends import parts_of
+from gpuguard.backends import auto, parts_of
 from gpuguard.backends.drm import cards
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
@@ -77,7 +77,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     variables = dict.fromkeys([*chain.from_iterable(of_vendors), "SLURM_JOB_ID", "GPUGUARD_CLAIM"])
     return DoctorFacts(
         host=os.uname().nodename,
-        backend=args.backend,
+        backend=auto.resolved(args.backend, None),
         uid=os.geteuid(),
         **driver,
         **_lock(args, devices),

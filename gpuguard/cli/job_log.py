@@ -20,6 +20,7 @@ from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, format_energy, local_time
+from gpuguard.vendors import vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,11 +103,12 @@ class JobReport:
         if targets:
             from gpuguard.notify import sender  # noqa: F401  # now: gpuguard may be upgraded under the job
 
-    def started(self, claim: Claim, waited: float, *, simulated: bool) -> None:
-        """Log on which devices the job starts; send_start() sends the message."""
+    def started(self, claim: Claim, waited: float, *, simulated: bool, several_vendors: bool = False) -> None:
+        """Log on which devices the job starts, and of which vendor; send_start() sends the message."""
         if not (self._log.is_read or self._targets):
             return
-        devices = f"{gpus(claim.devices)}{_(' (SIMULATED)') if simulated else ''}"
+        vendor = f" ({vendor_of(claim.devices[0]).title})" if several_vendors else ""
+        devices = f"{gpus(claim.devices)}{vendor}{_(' (SIMULATED)') if simulated else ''}"
         after = _(" after {waited} in the queue").format(waited=format_duration(waited)) if waited >= 1 else ""
         self._started = _("started on {devices}, claim {id}{after}: {command_line}").format(
             devices=devices, id=claim.id, after=after, command_line=self._command_line

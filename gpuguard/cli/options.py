@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend, default_backend
+from gpuguard.backends import Backend, auto, default_backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -22,6 +22,7 @@ from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource, desktop_memory
 from gpuguard.units import format_count, parse_bytes, parse_celsius, parse_percent
 from gpuguard.users import user_name
+from gpuguard.vendors import VENDORS
 from gpuguard.views.text import wrapped
 
 if TYPE_CHECKING:
@@ -186,8 +187,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         metavar="B",
         default=default_backend(),
-        help="nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
-        "(default: $GPUGUARD_BACKEND, else nvml)",
+        help="auto, nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
+        "(default: $GPUGUARD_BACKEND, else auto: all vendors whose GPUs are found)",
     )
     group.add_argument(
         "--dir",
@@ -202,6 +203,16 @@ def _path(text: str) -> str:
     if not text:  # --dir "$UNSET"
         raise argparse.ArgumentTypeError(_("the name of the directory is empty."))
     return text
+
+
+def name_backend(args: argparse.Namespace) -> None:
+    """Replace "auto" in --backend where --vendor names a vendor of which this machine has only an integrated GPU.
+
+    Other commands would not see that GPU, so those inside the job are told the name: see `gpuguard run`.
+    """
+    vendor, backend = getattr(args, "vendor", None), getattr(args, "backend", "")
+    if vendor and (named := auto.resolved(backend, vendor)) != auto.resolved(backend, None):
+        args.backend = named
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
@@ -290,6 +301,7 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     add_device_options(group, "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)")
     add_table(group, *rows)
     add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100 or 'RTX*'; several: one of them fits"))
+    add_vendor_option(group)
     strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
     add_table(
@@ -305,6 +317,12 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
         ("--memory", "SIZE", "my part of each GPU's memory, as in 10GiB"),
         ("--slots", "K", f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"),
     )
+
+
+def add_vendor_option(group: Any) -> None:
+    """Add --vendor."""
+    text = "its vendor is this one (default: any, the same for all GPUs of a job)"
+    group.add_argument("--vendor", choices=tuple(VENDORS), help=text)
 
 
 def add_device_options(group: Any, text: str) -> None:
@@ -364,6 +382,7 @@ def request_of(args: argparse.Namespace) -> Request:
         devices=devices,
         max_processes=whole_number("--max-processes", given("max_processes")),
         models=tuple(args.model),
+        vendor=given("vendor"),
         exclude=exclude,
         prefer=selectors("--prefer", given("prefer")) or (),
         strategy=given("strategy", "spread"),

@@ -63,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_device_options(group, "only of these: indices, uuids or beginnings of uuids, as in 0,3")
     group.add_argument("--exclude", metavar="LIST", help="not these")
     options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
+    options.add_vendor_option(group)
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
     group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
     group = parser.add_argument_group("when, and for whom")

@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
-    visible = "what CUDA_VISIBLE_DEVICES names the GPUs by (default: index, because uuids break vLLM and others)"
+    visible = "what CUDA_VISIBLE_DEVICES names GPUs of NVIDIA by (default: index, because uuids break vLLM and others)"
     group.add_argument("--visible", choices=("index", "uuid"), default="index", help=visible)
     isolate = (
         "other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
@@ -165,7 +165,8 @@ def main(args: argparse.Namespace) -> int:
         except GpuguardError:
             claim.release()
             raise
-    report.started(claim, time.monotonic() - began, simulated=backend.simulated)
+    several = len(parts_of(backend.name)) > 1
+    report.started(claim, time.monotonic() - began, simulated=backend.simulated, several_vendors=several)
     if args.exec:
         status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
         log.warn(message)

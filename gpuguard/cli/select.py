@@ -1,7 +1,8 @@
 """Print the GPUs that `gpuguard run` would choose now, as 3,5.  Claims nothing.
 
 gpuguard select -n 2 --min-free 20GiB
-export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="$(gpuguard select -n 2)" || exit
+export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="$(gpuguard select -n 2 --vendor nvidia)" || exit
+export ROCR_VISIBLE_DEVICES="$(gpuguard select -n 2 --vendor amd)" || exit
 gpuguard select -n 2 --hosts a,b,c        which of these hosts has room, as in `b 3,5`: see docs/fleet.md
 
 When there are not enough it prints nothing on standard output, says why on standard error, and exits with 1.
@@ -18,7 +19,7 @@ from dataclasses import replace
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options
-from gpuguard.clusters.visible_devices import names_of
+from gpuguard.clusters.device_lists import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.lock import Allocator

@@ -3,18 +3,16 @@
 Each source is a function of (environment, devices) that returns the uuids that it allows and why, or None if it has no
 opinion.  A device is left only if all opinions allow it.  The real environment is not read here: it is an argument.
 
-Each vendor has a variable of its own, which counts the devices of that vendor alone and says nothing about others.
-CUDA_VISIBLE_DEVICES is read and written as CUDA reads it: a list ends at its first entry that names no device; -1, the
-empty list and a device named twice leave nothing.  Indices are in PCI order, because that is the only order that the
-driver, nvidia-smi and `gpuguard run` share.
+Each vendor has a variable of its own, which counts the devices of that vendor alone and says nothing about others: see
+device_lists, which reads and writes it as the vendor's programs do.
 
 A Slurm job gets the devices that Slurm gave it, and a job that got no GPU must not take one that is there.
 SLURM_STEP_GPUS and SLURM_JOB_GPUS carry the numbers of the whole machine, so they are read only where the job sees more
 devices than it was given: where Slurm hides the others (ConstrainDevices), the visible ones are numbered from 0 again
 and all of them are the job's.
 
-NVIDIA_VISIBLE_DEVICES tells a container runtime which devices to let in.  Only its value "nothing" counts here, because
-inside the container the visible devices are the answer already.
+NVIDIA_VISIBLE_DEVICES, as AMD_VISIBLE_DEVICES, tells a container runtime which devices to let in.  Only its value
+"nothing" counts here, because inside the container the visible devices are the answer already.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
-from gpuguard.locale import _, ngettext
+from gpuguard.clusters.device_lists import Opinion, entries, listed_devices, variables
+from gpuguard.locale import _
 from gpuguard.model import Device
-from gpuguard.vendors import NVIDIA, UUID_PREFIXES, VENDORS, Vendor, names_instance, vendor_of
+from gpuguard.vendors import NVIDIA, VENDORS, Vendor
 
 SLURM_VARIABLES = (NVIDIA.visible, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 _MOST = 1024  # GPUs of a node
 
-Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
+Source = Callable[[Mapping[str, str], Sequence[Device]], "Opinion | None"]
 
 
 @dataclass(frozen=True)
@@ -49,99 +47,73 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     The uuid of a MIG instance is believed even if *devices* do not contain it (its GPU was not divided yet when it
     was sampled), and a GPU that is allowed allows its instances.
     """
-    present = {device.vendor for device in devices} or {NVIDIA.name}
-    lists = (partial(listed_devices, vendor=vendor) for vendor in VENDORS.values() if vendor.name in present)
-    sources: list[Callable[..., Opinion | None]] = [*lists, container_devices]
+    containers: list[Source] = [partial(container_devices, vendor=vendor) for vendor in _present(devices)]
+    sources: list[Source] = [*_lists_of(devices), *containers, job_devices]
     if "SLURM_JOB_ID" in environ:
-        environ = _of_whole_machine(environ, devices)
+        for vendor in _present(devices):
+            environ = _of_whole_machine(environ, devices, vendor)
         sources.insert(1, slurm_devices)
-    opinions = [opinion for source in sources if (opinion := source(environ, devices)) is not None]
-    if not opinions:
-        return Outer()
-    uuids, _ = opinions[0]
-    for others, _ in opinions[1:]:
-        uuids = tuple(uuid for uuid in uuids if uuid in others)
-    return Outer(uuids, "; ".join(reason for _, reason in opinions), doubt(environ, devices))
-
-
-def variables(names: Iterable[object], vendor: Vendor = NVIDIA) -> dict[str, str]:
-    """Return the variable that leaves a vendor's programs the devices with these indices or uuids, in this order."""
-    return {vendor.visible: ",".join(map(str, names))}
-
-
-def environment_of(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str, str]:
-    """Return the variables that leave *devices*, of one vendor, to a job: by index, but MIG instances by uuid."""
-    vendor = vendor_of(devices[0]) if devices else NVIDIA
-    return {**vendor.numbering, **variables(names_of(devices, by_uuid=by_uuid), vendor)}
-
-
-def names_of(devices: Sequence[Device], *, by_uuid: bool = False) -> list[str]:
-    """Return the entries of the variable that leaves *devices* to a job."""
-    by_uuid = by_uuid or any(device.parent_uuid for device in devices)
-    return [device.uuid if by_uuid else str(device.number) for device in devices]
-
-
-def is_restricted(environ: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES is set, even if it is empty."""
-    return NVIDIA.visible in environ
-
-
-def entries(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the entries of CUDA_VISIBLE_DEVICES as they are written, up to the first empty one."""
-    words = (entry.strip() for entry in environ.get(NVIDIA.visible, "").split(","))
-    return tuple(takewhile(bool, words))
+    opinion = _agreed(environ, devices, sources)
+    return Outer() if opinion is None else Outer(*opinion, doubt(environ, devices))
 
 
 def visible_uuids(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the uuids that CUDA_VISIBLE_DEVICES leaves, or None if it is not set."""
-    opinion = listed_devices(environ, devices)
+    """Return the uuids that the lists of all vendors leave, or None if none is set."""
+    opinion = _agreed(environ, devices, [*_lists_of(devices), job_devices])
     return None if opinion is None else opinion[0]
 
 
-def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor = NVIDIA) -> Opinion | None:
-    """Return the uuids that a vendor's list leaves and the reason for people, or None (no opinion) without a list.
+def is_restricted(environ: Mapping[str, str], vendors: Iterable[Vendor] = tuple(VENDORS.values())) -> bool:
+    """Return whether the list of one of *vendors* is set, even if it is empty."""
+    return any(vendor.visible in environ for vendor in vendors)
 
-    The list leaves all devices of other vendors.
-    """
-    text = environ.get(vendor.visible)
-    if text is None:
+
+def _present(devices: Iterable[Device]) -> list[Vendor]:
+    names = {device.vendor for device in devices} or {NVIDIA.name}
+    return [vendor for vendor in VENDORS.values() if vendor.name in names]
+
+
+def _lists_of(devices: Sequence[Device]) -> list[Source]:
+    return [partial(listed_devices, vendor=vendor) for vendor in _present(devices)]
+
+
+def _agreed(environ: Mapping[str, str], devices: Sequence[Device], sources: Iterable[Source]) -> Opinion | None:
+    """Return what all sources that have an opinion allow, in the order of the first, and all their reasons."""
+    opinions = [opinion for source in sources if (opinion := source(environ, devices)) is not None]
+    if not opinions:
         return None
-    others = tuple(device.uuid for device in devices if device.vendor != vendor.name)
-    devices = [device for device in devices if device.vendor == vendor.name]
-    gpus = [device for device in devices if device.parent_uuid is None]
-    uuids: list[str] = []
-    for entry in text.split(","):
-        uuid = _uuid_of(entry.strip(), gpus, devices)
-        if uuid is None or (uuid in uuids and vendor is not NVIDIA):  # a repetition ends ROCm's list and voids CUDA's
-            break
-        if uuid in uuids:
-            return others, _("{variable}={text} names a GPU twice, so CUDA sees none").format(
-                variable=vendor.visible, text=text
-            )
-        uuids.append(uuid)
-    indices = {device.uuid: str(device.index) for device in gpus}
-    names = [indices.get(uuid, uuid) for uuid in uuids]
-    allowed = _("no GPU")
-    if names:
-        listed = ", ".join(names)
-        allowed = ngettext("only GPU {names}", "only GPUs {names}", len(names)).format(names=listed)
-    return (*uuids, *others), _("{variable}={text} allows {allowed}").format(
-        variable=vendor.visible, text=text, allowed=allowed
-    )
+    uuids, _ = opinions[0]
+    for others, _ in opinions[1:]:
+        uuids = tuple(uuid for uuid in uuids if uuid in others)
+    return uuids, "; ".join(reason for _, reason in opinions if reason)
 
 
-def container_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """Return no NVIDIA device if the container was started without any, or else None (no opinion)."""
-    text = environ.get(NVIDIA.container)
+def job_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
+    """Return the devices of the vendor of this job, or None (no opinion) outside a job or beside no other vendor.
+
+    The variables of a job name its devices among those of their vendor, and say nothing about others.
+    """
+    given = environ.get("GPUGUARD_GPUS", "").split(",")
+    vendors = {device.vendor for device in devices if device.uuid in given}
+    vendors |= {v.name for v in VENDORS.values() if v.instance_prefix and given[0].startswith(v.instance_prefix)}
+    if not vendors or vendors >= {device.vendor for device in devices}:
+        return None
+    return (*given, *(device.uuid for device in devices if device.vendor in vendors)), ""
+
+
+def container_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor) -> Opinion | None:
+    """Return no device of the vendor if the container was started without any, or else None (no opinion)."""
+    text = environ.get(vendor.container) if vendor.container else None
     if text is None or text.strip().lower() not in ("", "void", "none"):
         return None
-    others = tuple(device.uuid for device in devices if device.vendor != NVIDIA.name)
-    return others, _("{variable}={text} gives no GPU to this container").format(variable=NVIDIA.container, text=text)
+    others = tuple(device.uuid for device in devices if device.vendor != vendor.name)
+    return others, _("{variable}={text} gives no GPU to this container").format(variable=vendor.container, text=text)
 
 
 def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
     """Return why an index in CUDA_VISIBLE_DEVICES may mean another device, or "" if it cannot."""
-    same = len({device.name for device in devices if device.parent_uuid is None}) < 2
+    gpus = [device for device in devices if device.parent_uuid is None and device.vendor == NVIDIA.name]
+    same = len({device.name for device in gpus}) < 2
     ordered = NVIDIA.numbering.items() <= environ.items()
     if same or ordered or not any(map(str.isdecimal, entries(environ))):
         return ""
@@ -151,21 +123,10 @@ def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
     ).format(order=" ".join(map("=".join, NVIDIA.numbering.items())), variable=NVIDIA.visible)
 
 
-def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
-    if entry.isdecimal():
-        return next((device.uuid for device in gpus if str(device.number) == (entry.lstrip("0") or "0")), None)
-    if not entry.upper().startswith(UUID_PREFIXES):
-        return None
-    matches = [device.uuid for device in devices if device.uuid.lower().startswith(entry.lower())]
-    if not matches and names_instance(entry):
-        return entry
-    return matches[0] if len(matches) == 1 else None
-
-
 def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
-    """Return what a Slurm job was given, or None (no opinion) if CUDA_VISIBLE_DEVICES says it."""
+    """Return what a Slurm job was given, or None (no opinion) if the vendor's variable says it."""
     job = environ["SLURM_JOB_ID"]
-    if not job or is_restricted(environ):
+    if not job or is_restricted(environ, _present(devices)):
         return None
     variable = next((name for name in SLURM_VARIABLES if name in environ), None)
     if variable is None:
@@ -181,13 +142,13 @@ def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opin
     )
 
 
-def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:
-    """Return *environ* with CUDA_VISIBLE_DEVICES in the numbers of *devices*.
+def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor) -> Mapping[str, str]:
+    """Return *environ* with the list of a vendor in the numbers of *devices*.
 
     Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  If *devices* contain the
     others nevertheless, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
     """
-    visible, claim = entries(environ), environ.get("GPUGUARD_CLAIM", "")
+    visible, claim = entries(environ, vendor), environ.get("GPUGUARD_CLAIM", "")
     variable = next((name for name in SLURM_VARIABLES[1:3] if name in environ), None)
     if variable is None or not visible or not all(map(_is_number, visible)):
         return environ
@@ -200,7 +161,7 @@ def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> 
     wanted = [int(number) for number in visible]
     if any(number >= len(given) for number in wanted):
         return environ
-    return {**environ, **variables(given[number] for number in wanted)}
+    return {**environ, **variables((given[number] for number in wanted), vendor)}
 
 
 def _numbers(text: str) -> list[int]:

@@ -101,8 +101,8 @@ PROGRAM = "gpuguard"
 
 _CHOICE = (
     "num_gpus", "devices", "exclude", "prefer", "min_free", "min_total", "max_util", "max_memory_util", "max_processes",
-    "max_temperature", "model", "strategy", "mig", "allow_mig_set", "mine_as_free", "tolerance", "share", "memory",
-    "slots",
+    "max_temperature", "model", "vendor", "strategy", "mig", "allow_mig_set", "mine_as_free", "tolerance", "share",
+    "memory", "slots",
 )  # fmt: skip
 VIEWS: dict[str, tuple[str, ...]] = {  # view: the options (as argparse calls them) that it takes besides --json
     "who": ("user", "device", "fresh"),

@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
-from gpuguard.clusters import visible_devices
+from gpuguard.clusters import device_lists
 from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import close_all, mounts
@@ -120,15 +120,13 @@ def isolate(
 
 
 def environment_inside(devices: Sequence[Device], visible: str) -> dict[str, str]:
-    """Return the variable of the vendor for an isolated job, or {} if it is the same as without isolation.
+    """Return the vendor's list for an isolated job, or {} if it is the same as without isolation.
 
     CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which
     sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.  ROCm and Level
     Zero do the same.
     """
-    if not all(map(str.isdecimal, visible_devices.names_of(devices, by_uuid=visible == "uuid"))):
-        return {}
-    return visible_devices.variables(range(len(devices)), vendor_of(devices[0]))
+    return device_lists.renumbered(devices, by_uuid=visible == "uuid")
 
 
 def nodes_of(

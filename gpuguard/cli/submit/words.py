@@ -11,8 +11,8 @@ from gpuguard.views.text import put
 # Options of `gpuguard run` that the command gets on the machine where it runs.
 PASSED = (
     "num_gpus", "min_free", "min_total", "max_util", "max_memory_util", "max_processes", "max_temperature", "model",
-    "mig", "allow_mig_set", "tolerance", "share", "memory", "slots", "note", "visible", "isolate", "time_limit",
-    "memory_limit", "temperature_limit", "idle_limit", "checkpoint_signal", "grace", "leftover",
+    "vendor", "mig", "allow_mig_set", "tolerance", "share", "memory", "slots", "note", "visible", "isolate",
+    "time_limit", "memory_limit", "temperature_limit", "idle_limit", "checkpoint_signal", "grace", "leftover",
 )  # fmt: skip
 DEFAULTS = {"visible": "index"}
 
