@@ -139,7 +139,7 @@ VENDORS_OWN = re.compile(
 # NVIDIA's own backends, and what names the default one.
 OF_A_VENDOR = {
     "gpuguard.vendors", "gpuguard.backends", "gpuguard.backends.nvml", "gpuguard.backends.smi",
-    "gpuguard.backends.plausibility", "gpuguard.backends.simulated",
+    "gpuguard.backends.plausibility",
 }  # fmt: skip
 
 

@@ -157,6 +157,7 @@ def test_a_process_uses_the_devices_that_the_variable_of_their_vendor_names(plac
     backend = start(place, "1xRTX4090+2xMI210")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # HIP reads it, too, and counts what ROCR leaves
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("GPUGUARD_GPUS", backend.sample(()).devices[2].uuid)  # as in a job on that one
 
     assert simulated.use(None, GIB, spec=place) == (backend.sample(()).devices[2].uuid,)
 

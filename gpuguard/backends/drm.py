@@ -19,7 +19,7 @@ from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, Gap, GpuProcess
-from gpuguard.vendors import DRM_MAJOR
+from gpuguard.vendors import DRM_MAJOR, DRM_NODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -397,7 +397,7 @@ def _node(path: str) -> str | None:
     The name follows from the device's number, because a container may rename nodes.
     """
     target = procfs.read_link(path)
-    if target is None or target.startswith("/dev/dri/"):
+    if target is None or target.startswith(DRM_NODES.rstrip("*")):
         return os.path.basename(target or "")
     if not target.startswith("/dev/"):
         return None

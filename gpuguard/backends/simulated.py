@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -34,14 +34,14 @@ from gpuguard.backends.simulated_node import (
     memory_used,
     new_node,
 )
-from gpuguard.clusters.device_lists import listed_devices
+from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
-from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES, VENDORS
+from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,7 +257,7 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
             for device in node.devices
             for instance in device.instances
         ]
-        uuids = _listed(os.environ, everything)
+        uuids = visible_uuids(os.environ, everything)
         if uuids == ():
             raise InvalidRequest(_("the environment leaves no GPU: name GPUs, or start this with `gpuguard run`."))
         uuids = find(node, "all" if uuids is None else ",".join(uuids))
@@ -266,18 +266,6 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
     first = {device.uuid: device.instances[0].uuid for device in node.devices if device.instances}
     # As with CUDA, a process on a divided device gets the first instance.
     return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in uuids))
-
-
-def _listed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the uuids that a vendor's list leaves of its devices, or None if no list is set.
-
-    NVIDIA's variable comes last, because HIP reads it, too: a job on AMD's devices has both.
-    """
-    for vendor in reversed(VENDORS.values()):
-        own = [device for device in devices if device.vendor == vendor.name]
-        if own and (opinion := listed_devices(environ, own, vendor)):
-            return opinion[0]
-    return None
 
 
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
