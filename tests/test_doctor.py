@@ -192,8 +192,8 @@ def test_drivers_of_several_vendors_get_lines_of_their_own():
 
 @pytest.mark.parametrize(
     ("backend", "drivers", "asked"),
-    [("auto", HEALTHY.drivers, True), ("auto", (AMDS,), False), ("auto", (), True), ("amd", (), False),
-     ("amd,nvml", (AMDS,), True)],
+    [("nvml", HEALTHY.drivers, True), ("nvml", (AMDS,), False), ("nvml", (), True), ("amd", (), False),
+     ("nvml,amd", (*HEALTHY.drivers, AMDS), True)],
 )  # fmt: skip
 def test_the_library_of_nvidia_is_asked_for_where_nothing_else_can_be_meant(monkeypatch, backend, drivers, asked):
     monkeypatch.setitem(BACKENDS, "amd", "")
@@ -282,6 +282,7 @@ def test_the_drivers_are_those_of_the_devices_or_without_any_those_that_are_here
     assert names("auto", a_snapshot(a_device(), a_device(vendor="amd"))) == ["nvidia", "amd"]
     assert names("auto", None) == ["amd", "intel"]
     assert names("nvml", a_snapshot(a_device())) == ["nvidia"]
+    assert names("smi", a_snapshot(a_device())) == ["nvidia"]
     assert names("simulated", a_snapshot(a_device())) == []
 
 

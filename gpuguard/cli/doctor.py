@@ -18,7 +18,7 @@ from importlib import metadata
 from itertools import chain
 from typing import Any
 
-from gpuguard.backends import auto, parts_of
+from gpuguard.backends import DEFAULT_BACKEND, auto, parts_of
 from gpuguard.backends.drm import cards
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.claim import lock_faults
@@ -109,8 +109,8 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 def drivers_of(backend: str, snapshot: Snapshot | None) -> tuple[DriverFacts, ...]:
     """Return what is here of the drivers that *backend* reads: of the vendors of the devices, if it read any."""
-    read = parts_of(backend)
-    found = [driver_of(vendor) for vendor in VENDORS.values() if vendor.backend in read or "auto" in read]
+    read = [NVIDIA.backend if part == "smi" else part for part in parts_of(backend)]
+    found = [driver_of(vendor) for vendor in VENDORS.values() if vendor.backend in read or DEFAULT_BACKEND in read]
     if shown := {device.vendor for device in snapshot.devices} if snapshot else set():
         return tuple(driver for driver in found if driver.vendor.name in shown)
     return tuple(driver for driver in found if driver.modules or driver.nodes)

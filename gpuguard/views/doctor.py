@@ -162,9 +162,8 @@ def _kernel_log(vendors: Iterable[Vendor]) -> str:
 
 
 def _reads_nvml(facts: DoctorFacts) -> bool:
-    """Return whether NVIDIA's library is read, as it is also where no driver of any vendor is found."""
-    kinds = {part.partition(":")[0] for part in parts_of(facts.backend)}
-    return NVIDIA.backend in kinds or ("auto" in kinds and bool(facts.nvidia or not facts.drivers))
+    """Return whether NVIDIA's library is read, and not only because no driver of another vendor shows a GPU."""
+    return NVIDIA.backend in parts_of(facts.backend) and bool(facts.nvidia or not facts.drivers)
 
 
 def _library(facts: DoctorFacts) -> Finding | None:
