@@ -221,7 +221,7 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
         return started(*words, **more)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    with Pool(FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
+    with closing(Pool(FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0))) as pool:
         pool.query(list("abcdef"))
         replies = rest_of(pool)
         most = 0

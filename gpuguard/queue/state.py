@@ -245,7 +245,13 @@ def _machine(
         {request: fit(snapshot, request, facts, sharing) for request in requests},
         last_ends(facts.claims, lambda claim: claim.ends),
         last_ends(facts.claims, lambda claim: expected_end(claim, now)),
-        last_ends(facts.claims, lambda claim: expected_end(claim, now) or _guessed_end(claim, now)),
+        last_ends(
+            facts.claims,
+            lambda claim: (
+                expected_end(claim, now)
+                or probable_end(now if claim.since is None else claim.since, TYPICAL_SECONDS, now)
+            ),
+        ),
         {uuid: tuple(uuids) for uuid, uuids in relatives.items()},
         facts.reservations,
         fit(snapshot, Request(), facts, {}).open if facts.reservations else frozenset(),
@@ -294,10 +300,6 @@ def expected_end(claim: ClaimRecord, now: float) -> float | None:
     since = min(now, claim.expected) if claim.since is None else claim.since
     end = probable_end(since, claim.expected - since, now)
     return end if claim.ends is None else min(end, claim.ends)
-
-
-def _guessed_end(claim: ClaimRecord, now: float) -> float:
-    return probable_end(now if claim.since is None else claim.since, TYPICAL_SECONDS, now)
 
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:

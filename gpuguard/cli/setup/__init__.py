@@ -226,7 +226,7 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
         if os.path.lexists(service.UNIT):
             texts = {service.TMPFILES: lines, service.UNIT: [service.unit_for(user)]}
         for file, allowed in texts.items():
-            if not any(service.is_written_as(file, text) for text in allowed):
+            if service.content_of(file) not in [service.sealed(text.encode()) for text in allowed]:
                 missing.append(_("{path} is not as this version of gpuguard writes it.").format(path=file))
     account = service.account_of(user)
     daemons = f"{path}/{NAME}"

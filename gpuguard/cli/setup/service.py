@@ -113,11 +113,6 @@ def content_of(path: str) -> bytes | None:
         return None
 
 
-def is_written_as(path: str, text: str) -> bool:
-    """Whether write() would change nothing."""
-    return content_of(path) == sealed(text.encode())
-
-
 def is_as_written(path: str) -> bool:
     content = content_of(path)
     if content is None:
