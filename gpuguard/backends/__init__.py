@@ -63,6 +63,7 @@ BACKENDS = {
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
     "intel": "what Linux and its drivers xe and i915 tell of Intel GPUs",
+    "mthreads": "Moore Threads' driver library, through mthreads-ml-py",
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }

@@ -343,7 +343,8 @@ def _memory_used(view: _View) -> int:
     held = [_memory_of(client, integrated=view.gpu.integrated) for client in view.clients]
     if view.undescribed or None in held:
         raise NotTold(ASLEEP if view.reading.asleep else _ABSENT)
-    view.reading.gap("memory_used", _SUMMED)
+    if not view.reading.asleep:
+        view.reading.gap("memory_used", _SUMMED)
     return sum(filter(None, held))
 
 
