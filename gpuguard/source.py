@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.backends import DEFAULT_BACKEND, RECORDED, Backend, parts_of
+from gpuguard.backends import DEFAULT_BACKEND, RECORDED, Backend, is_simulated, parts_of
 from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
 from gpuguard.claims.records import ClaimWatcher, of_their_users, probe
@@ -104,7 +104,7 @@ class SnapshotSource:
             directory = self._find_directory()
         if directory is None:
             return None
-        snapshot = read_state(directory, clock, simulated=self._name.startswith("simulated"))
+        snapshot = read_state(directory, clock, simulated=is_simulated(self._name))
         return snapshot if snapshot and _is_of(self._name, snapshot) and self._suits(snapshot) else None
 
 

@@ -44,9 +44,9 @@ class OpenedBackend(Backend, Protocol):
     Its worker sets the attributes, so that a call that hangs costs one device.
 
     Attributes:
-        progress: the backend calls it with the index of each device before it reads that device, or every 0.4 s with
-            None while it reads all of them with one program.  The worker is abandoned if no call comes for
-            client.DEVICE_SECONDS.
+        progress: the backend calls it with the index of each device before it reads that device, and with None before
+            it reads what belongs to no single device, or every 0.4 s while it reads all of them with one program.  The
+            worker is abandoned if no call comes for client.DEVICE_SECONDS.
         skip: indices of devices that hang.  The backend does not touch them, and leaves them out or shows them with the
             problem "unresponsive".
         ahead: whether nothing was read yet and no device hangs, so that several devices may be read at the same time.
@@ -61,6 +61,7 @@ class OpenedBackend(Backend, Protocol):
 BACKENDS = {
     "auto": "all vendors whose GPUs are found: NVIDIA's, AMD's, Intel's, those of Moore Threads",
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
+    "amd": "AMD's GPUs as the kernel shows them in /sys and /proc, or with amd:DIR the copy of both in a directory",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
     "intel": "what Linux and its drivers xe and i915 tell of Intel GPUs",
     "mthreads": "Moore Threads' driver library, through mthreads-ml-py",
@@ -68,6 +69,8 @@ BACKENDS = {
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
 DEFAULT_BACKEND = "auto"
+# Backends that read the kernel's files, and with a directory after the colon a tree of such files that a test wrote.
+_OF_KERNEL_FILES = ("amd", "intel")
 # The beginnings of backends that show a file of another time, on which nothing may be claimed or signalled.
 RECORDED = ("smi:", "replay")
 
@@ -80,6 +83,12 @@ def default_backend() -> str:
 def parts_of(name: str) -> list[str]:
     """Return the backends in *name*: ``["nvml", "amd"]``.  A comma without a backend after it is part of a path."""
     return re.split(rf",(?=(?:{'|'.join(BACKENDS)})(?:[:,]|$))", name)
+
+
+def is_simulated(name: str) -> bool:
+    """Return whether a backend, or the first of several, shows a node that exists only in files, and its claims too."""
+    kind, _colon, spec = parts_of(name)[0].partition(":")
+    return kind == "simulated" or (kind in _OF_KERNEL_FILES and bool(spec))
 
 
 def open_backend(name: str) -> OpenedBackend:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import RECORDED, auto, parts_of, spawn
+from gpuguard.backends import RECORDED, auto, is_simulated, parts_of, spawn
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
@@ -64,7 +64,7 @@ def open_worker(
     parts = parts_of(name)
     if len(parts) == 1:
         return WorkerBackend(name, on_slow, desktop_memory, same_version=same_version)
-    if len({part.startswith("simulated") for part in parts}) > 1 or any(part.startswith(RECORDED) for part in parts):
+    if len({is_simulated(part) for part in parts}) > 1 or any(part.startswith(RECORDED) for part in parts):
         raise errors.InvalidRequest(
             _("{name}: real GPUs, simulated ones and files of another time cannot be read together.").format(name=name)
         )
@@ -87,7 +87,7 @@ class WorkerBackend:
     ) -> None:
         self.name = name
         self._same_version = same_version
-        self.simulated = name.startswith("simulated")
+        self.simulated = is_simulated(name)
         self._channel: spawn.Channel | None = self._started()
         self._ready = False
         self._version = __version__  # of the worker

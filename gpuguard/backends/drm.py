@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
 _LONGEST = 2**16  # bytes: a file of sysfs has at most a page, and fdinfo of a client with all its engines two
+_NUMBER = re.compile(r"-?\d{1,20}", re.ASCII).fullmatch
 _CARD = re.compile(r"card\d+")  # and not card0-DP-1, which is a connector
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _PCI_IDS = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "var/lib/pciutils/pci.ids")
@@ -98,7 +99,7 @@ def read_or(path: str, default: str = "") -> str:
 
 def number(text: str) -> int:
     """Return a decimal number.  Raises NotTold."""
-    if not re.fullmatch(r"-?\d{1,20}", text, re.ASCII):
+    if not _NUMBER(text):
         raise NotTold(sentence("drm.no_number", "the file says {text}, which is no number", text=f"{text!r:.40}"))
     return int(text)
 
@@ -215,11 +216,12 @@ class Sensors:
     def path(self, kind: str, *labels: str, suffix: str = "input") -> str:
         """Return the file of the first of *labels* that there is; without labels, of the sensor 1 of this *kind*.
 
-        Raises NotTold if there is none.  A reset of the GPU may give the sensors another folder.
+        With an empty *suffix* the file is that of the sensor itself, such as pwm1.  Raises NotTold if there is none.
+        A reset of the GPU may give the sensors another folder.
         """
-        names = listed(f"{self._device}/hwmon")
-        if self._folder not in names:
-            folders = (name for name in names if read_or(f"{self._device}/hwmon/{name}/name") == self._driver)
+        above = f"{self._device}/hwmon"
+        if not self._folder or not os.path.isdir(f"{above}/{self._folder}"):
+            folders = (name for name in listed(above) if read_or(f"{above}/{name}/name") == self._driver)
             self._folder = next(folders, "")
             self._labels = dict(self._labelled())
         if not self._folder:
@@ -227,7 +229,7 @@ class Sensors:
         sensor = next((self._labels[kind, label] for label in labels if (kind, label) in self._labels), None)
         if labels and sensor is None:
             raise NotTold(_ABSENT)
-        return f"{self._device}/hwmon/{self._folder}/{sensor or f'{kind}1'}_{suffix}"
+        return f"{self._device}/hwmon/{self._folder}/{sensor or f'{kind}1'}{suffix and f'_{suffix}'}"
 
     def _labelled(self) -> Iterator[tuple[tuple[str, str], str]]:
         folder = f"{self._device}/hwmon/{self._folder}"
@@ -273,12 +275,12 @@ class CardReading:
         """Say why a field is unknown."""
         self.gaps.append(Gap(self.uuid, name, reason))
 
-    def close(self, instead: Mapping[str, object]) -> None:
+    def close(self, instead: Mapping[str, object], reason: str = _ABSENT) -> None:
         """Leave a gap for each field of the wanted groups that was not read.  *instead* are the fields known anyway."""
         told = {gap.field for gap in self.gaps} | self.values.keys() | instead.keys()
         for facts in DEVICE_FIELDS.values():
             if facts.group in self.fields and facts.name not in told and facts.name != "problems":
-                self.gap(facts.name)
+                self.gap(facts.name, reason)
 
 
 def read_place(reading: CardReading, card: Card) -> None:
@@ -286,12 +288,17 @@ def read_place(reading: CardReading, card: Card) -> None:
     reading.values["pci_bus_id"] = card.address
     reading.set("minor_number", lambda: card.render_minor)
     reading.set("numa_node", lambda: _numa_node(card))
-    reading.set("cpu_affinity", lambda: read(f"{card.device}/local_cpulist"))
+    reading.set("cpu_affinity", lambda: _cpus(card))
 
 
 def _numa_node(card: Card) -> int | None:
     node = number(read(f"{card.device}/numa_node"))
-    return None if node < 0 else node  # -1: the machine has only one
+    return node if 0 <= node < 2**16 else None  # -1: the machine has only one
+
+
+def _cpus(card: Card) -> str | None:
+    cpus = read(f"{card.device}/local_cpulist")
+    return cpus if re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", cpus, re.ASCII) else None
 
 
 def read_link(reading: CardReading, device: str, *, wakes: bool = False) -> None:
@@ -361,6 +368,10 @@ class ClientScanner:
         self._known = known
         return Clients(tuple(clients.values()), self._hidden, tuple(undescribed))
 
+    def forget(self, pids: Collection[int]) -> None:
+        """Leave these processes out until all are looked at again."""
+        self._known.difference_update(pids)
+
     def _open_in(self, pid: int, *, everywhere: bool) -> Iterator[DrmClient | str]:
         """Yield the clients of a process, and the addresses of further GPUs that it has open."""
         folder = f"{self._proc}/{pid}"
@@ -411,8 +422,10 @@ def _node(path: str) -> str | None:
 
 def parse_client(pid: int, text: str) -> DrmClient | None:
     """Return what an fdinfo file says of a DRM client, or None if it is none.  A number without a unit is bytes."""
-    words = pairs(text)
+    words = pairs(text.replace(" mem:", "-mem:"))
     driver, address, client = (words.get(f"drm-{key}", "") for key in ("driver", "pdev", "client-id"))
+    if "pasid" in words and "pdev" in words:  # amdgpu before Linux 5.19; a pasid belongs to one open file
+        driver, address, client = "amdgpu", words["pdev"], words["pasid"]
     if not (driver and client.isdecimal()):
         return None
     values = {}

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from gpuguard.backends import DEFAULT_BACKEND, RECORDED, parts_of
+from gpuguard.backends import DEFAULT_BACKEND, RECORDED, is_simulated, parts_of
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import file_system, open_in_place, status_in_place
 from gpuguard.locale import N_, _
@@ -102,10 +102,8 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
     Raises:
         LockDirectoryError: it cannot be trusted or used; the message says what to do.
     """
-    if path is None and backend.startswith("simulated"):
-        from gpuguard.backends.simulated import directory  # a real machine does not need it
-
-        path = directory(parts_of(backend)[0].partition(":")[2])
+    if path is None and is_simulated(backend):
+        path = _node_directory(parts_of(backend)[0])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
     if backend.startswith(RECORDED):
         raise LockDirectoryError(
@@ -115,9 +113,9 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
         )
     if path is not None:
         path = os.path.abspath(path)
-        if backend.startswith("simulated"):
+        if is_simulated(backend):
             for part in parts_of(backend):
-                _check_seen_by_all(path, part.partition(":")[2])
+                _check_seen_by_all(path, _node_directory(part))
         return _subdirectories(path, own=True, make=make)
     if os.path.lexists(ADMIN_DIRECTORY):
         # Present but unusable is an error: a silent fallback would let two users each have "their" directory.
@@ -125,11 +123,19 @@ def lock_directory(path: str | None = None, *, backend: str = DEFAULT_BACKEND, m
     return _sticky_directory()
 
 
+def _node_directory(backend: str) -> str:
+    """Return the directory in which the node of a backend lies, if the node exists only in files."""
+    kind, _colon, spec = backend.partition(":")
+    if kind == "simulated":
+        from gpuguard.backends.simulated import directory  # a real machine does not need it
+
+        return directory(spec)
+    return os.path.abspath(spec)
+
+
 def _check_seen_by_all(path: str, node: str) -> None:
     """Refuse a directory of other users for claims on devices that they do not see: all would wait for each other."""
-    from gpuguard.backends.simulated import directory  # a real machine does not need it
-
-    node, uid = directory(node), os.geteuid()
+    uid = os.geteuid()
     if os.lstat(node).st_uid == uid and os.path.lexists(path) and os.lstat(path).st_uid != uid:
         raise LockDirectoryError(
             _(

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from gpuguard.backends import is_simulated
 from gpuguard.claims import daemon_client as client
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about, lock_directory
 from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity, sampled
@@ -171,7 +172,7 @@ class _MachineLog(_Log):
 
 def known_devices(args: argparse.Namespace) -> tuple[Device, ...]:
     """Return the devices as the daemon last saw them, otherwise as the driver shows them; none if it cannot be read."""
-    directory, simulated = _directory(args), args.backend.startswith("simulated")
+    directory, simulated = _directory(args), is_simulated(args.backend)
     last = read_state(directory, boot_clock(), simulated=simulated) if directory else None
     try:
         return (last or sampled(args, {HEALTH, MODEL})).devices

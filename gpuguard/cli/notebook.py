@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard import api, device_state
+from gpuguard.backends import is_simulated
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
@@ -186,7 +187,7 @@ def _publish(shell: Any, text: str, html: str) -> None:
 
 
 def _card(held: NotebookClaim) -> tuple[str, str]:
-    simulated = (held.source["backend"] or "").startswith("simulated")
+    simulated = is_simulated(held.source["backend"] or "")
     # A name that the request did not need was not read, for example for a single device.  Then it is left out.
     models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))
     parts = [

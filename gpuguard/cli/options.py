@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend, auto, default_backend
+from gpuguard.backends import Backend, auto, default_backend, is_simulated
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -187,7 +187,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         metavar="B",
         default=default_backend(),
-        help="auto, nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
+        help="auto, nvml, amd, intel, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
         "(default: $GPUGUARD_BACKEND, else auto: all vendors whose GPUs are found)",
     )
     group.add_argument(
@@ -474,7 +474,7 @@ def message_target(where: str | None) -> str | Target | None:
 
 def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> None:
     """Write an administrator's events where this machine's daemon writes its own.  *is_admin* None stands for root."""
-    simulated = args.backend.startswith("simulated")
+    simulated = is_simulated(args.backend)
     is_admin = os.geteuid() == 0 if is_admin is None else is_admin
     if "GPUGUARD_EVENTS" not in os.environ and is_admin and not simulated:
         os.environ["GPUGUARD_EVENTS"] = audit_log.MACHINE_EVENTS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuguard.backends import RECORDED, parts_of
+from gpuguard.backends import RECORDED, is_simulated, parts_of
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
@@ -83,7 +83,7 @@ class DoctorFacts:
     @property
     def simulated(self) -> bool:
         """Whether the node exists only in a file, so that no check of the driver applies."""
-        return self.backend.startswith("simulated") or bool(self.snapshot and self.snapshot.simulated)
+        return is_simulated(self.backend) or bool(self.snapshot and self.snapshot.simulated)
 
     @property
     def nvidia(self) -> DriverFacts | None:

@@ -25,7 +25,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from gpuguard.backends import RECORDED, parts_of, simulated, simulated_node
+from gpuguard.backends import RECORDED, is_simulated, parts_of, simulated, simulated_node
 from gpuguard.claims.directory import (
     ADMIN_DIRECTORY,
     BROKERED,
@@ -170,7 +170,7 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
                 )
             )
         service.refuse_where_it_cannot_work(args.daemon_user or USER)
-    if args.dir is None and not args.print and args.backend.startswith((*RECORDED, "simulated")):
+    if args.dir is None and not args.print and (args.backend.startswith(RECORDED) or is_simulated(args.backend)):
         raise InvalidRequest(
             _(
                 "{admin_directory} is for the GPUs of this machine, not for those of --backend {backend}.\n"
