@@ -323,7 +323,8 @@ OF_THE_BOARD = tuple(field.name for field in DEVICE_FIELDS.values() if field.of_
 # The reasons of gaps that stay however long you wait: their keys, and words of nvidia-smi.
 _NEVER_TOLD = frozenset({
     "nvml.not_supported", "nvml.not_in_driver", "nvml.deprecated", "smi.not_told",
-    "sim.not_in_model", "sim.not_told", "sim.no_process_list", "mthreads.no_list",
+    "sim.not_in_model", "sim.not_told", "sim.no_process_list", "mthreads.no_list", "drm.not_supported",
+    "amd.of_the_whole",
     "[not supported]", "n/a", "[n/a]", "not supported",
 })  # fmt: skip
 

@@ -205,6 +205,7 @@ def test_a_partition_has_what_its_gpu_has_and_gaps_for_what_only_the_gpu_tells(t
     assert (first.temperature, first.name, first.pci_bus_id) == (whole.temperature, whole.name, whole.pci_bus_id)
     assert (first.minor_number, second.minor_number) == (128, 129)
     assert (first.utilization, first.power_draw, first.ecc_mode) == (None, None, None)
+    assert all(gap.is_lasting for gap in snapshot.gaps if (gap.device, gap.field) == (first.uuid, "utilization"))
     unknown = {name for name in DEVICE_FIELDS if getattr(first, name) is None}
     assert unknown <= reasons(snapshot, first).keys()
 
