@@ -31,7 +31,7 @@ from intel_trees import (
 )
 from nvml_child import gaps_of
 
-from gpuguard import model
+from gpuguard import model, procfs
 from gpuguard.backends import drm, intel, intel_memory, open_backend
 from gpuguard.errors import BackendError
 from gpuguard.model import ALL_FIELDS, DEVICE_FIELDS, VERIFY_FIELDS, Device, Snapshot
@@ -465,6 +465,16 @@ def test_without_proc_nothing_is_known_of_processes(machine: Callable[..., Intel
     (tree.place / "proc").rmdir()
 
     assert (only(looked_twice(tree)).processes, only(looked_twice(tree)).memory_used) == (None, None)
+
+
+@pytest.mark.parametrize("hides", ["pid namespace", "hidepid"])
+def test_processes_that_proc_leaves_out_are_hidden(monkeypatch: pytest.MonkeyPatch, hides: str) -> None:
+    listed = drm.listed
+    if hides == "hidepid":
+        monkeypatch.setattr(drm, "listed", lambda folder: [name for name in listed(folder) if name != "1"])
+    monkeypatch.setattr(procfs, "in_first_pid_namespace", lambda: hides != "pid namespace")
+
+    assert drm.ClientScanner("/").read(everywhere=True).hidden
 
 
 def test_a_node_that_cannot_be_opened_leaves_the_memory_unknown(

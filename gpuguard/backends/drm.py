@@ -38,7 +38,7 @@ _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0":
 ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
 _ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
 _EMPTY = sentence("drm.empty", "the file is empty")
-# Drivers that wake a sleeping GPU for whoever reads the fdinfo of one of its clients: xe_drm_client.c.
+# Drivers that wake a sleeping GPU when the fdinfo of one of its clients is read: xe_drm_client.c.
 _WOKEN_BY_FDINFO = frozenset({"xe"})
 _REASONS = {
     errno.ENOENT: _ABSENT,

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
@@ -270,6 +270,23 @@ class _View:
                 self.reading.problems.append(_WEDGED)
             return drm.refused(error).reason
 
+    @cached_property
+    def shares(self) -> dict[tuple[int, str], float]:
+        """The percent of each class of engines that each process, by its pid, has used since the last look."""
+        shares: dict[tuple[int, str], float] = defaultdict(float)
+        for client in self.clients:
+            for key, busy in client.values.items():
+                if not (engine := _engine(key)):
+                    continue
+                # xe tells how many cycles went by until it was read; i915 counts nanoseconds.
+                cycles = client.values.get(f"drm-total-cycles-{engine}", 0)
+                whole = cycles if key.startswith("drm-cycles") else self.look.clock * 1e9
+                engines = client.values.get(f"drm-engine-capacity-{engine}", 1) or 1
+                with suppress(NotTold):
+                    share = self.gpu.counters.growth((client.number, engine), self.look.clock, busy, whole)
+                    shares[client.pid, engine] += 100 * share / engines
+        return shares
+
     def set(self, name: str, value: Callable[[], object]) -> None:
         """Set a field for which the GPU must be awake."""
         self.reading.set(name, value, wakes=True)
@@ -369,8 +386,8 @@ def _memory_of(client: DrmClient, *, integrated: bool) -> int | None:
     """
     held: dict[str, int] = defaultdict(int)
     for key, value in client.values.items():
-        if found := _MEMORY[integrated].fullmatch(key):
-            held[found[1]] += value
+        if amount := _amount(key, integrated=integrated):
+            held[amount] += value
     return held.get("resident", held.get("total"))
 
 
@@ -379,7 +396,7 @@ def _read_processes(view: _View) -> None:
         view.reading.gap("processes", _HIDDEN)
         return
     shares: dict[int, list[float]] = defaultdict(list)
-    for (pid, _), share in _shares(view, lambda client: client.pid).items():
+    for (pid, _), share in view.shares.items():
         shares[pid].append(share)
     rows = [row for client in view.clients if (row := _row(client, integrated=view.gpu.integrated))]
     rows += [GpuProcess(pid, None, "compute+graphics") for pid in view.undescribed]
@@ -391,9 +408,23 @@ def _read_processes(view: _View) -> None:
     view.look.lists.read(view.reading, merged)
 
 
+@lru_cache(256)  # the kernel has few keys, and each client has all of them
+def _amount(key: str, *, integrated: bool) -> str:
+    """Return "total" or "resident" for the key of a region whose memory counts, else ""."""
+    found = _MEMORY[integrated].fullmatch(key)
+    return found[1] if found else ""
+
+
+@lru_cache(256)
+def _engine(key: str) -> str:
+    """Return the class of engines whose work a key counts, or "" if it counts something else."""
+    found = _BUSY.fullmatch(key)
+    return found[1] if found else ""
+
+
 def _row(client: DrmClient, *, integrated: bool) -> GpuProcess | None:
     """Return the process of a client, or None if it holds no memory and has never used an engine, as a monitor does."""
-    worked = [found[1] for key, value in client.values.items() if value and (found := _BUSY.fullmatch(key))]
+    worked = [engine for key, value in client.values.items() if value and (engine := _engine(key))]
     memory = _memory_of(client, integrated=integrated)
     if not worked and memory == 0:
         return None
@@ -414,30 +445,14 @@ def _read_utilization(view: _View) -> None:
 
 def _utilization(view: _View) -> float:
     """Return the load of the busiest class of engines; if not all processes can be seen, of all engines together."""
-    if not view.look.clients.hidden and any(_BUSY.fullmatch(key) for client in view.clients for key in client.values):
-        shares = _shares(view, lambda client: 0)
-        if not shares:
+    if not view.look.clients.hidden and any(_engine(key) for client in view.clients for key in client.values):
+        load: dict[str, float] = defaultdict(float)
+        for (_, engine), share in view.shares.items():
+            load[engine] += share
+        if not load:
             raise NotTold(_FIRST_LOOK)
-        return min(100.0, max(shares.values()))
+        return min(100.0, max(load.values()))
     return min(100.0, max(0.0, 100.0 * (1 - _idle(view))))
-
-
-def _shares(view: _View, group: Callable[[DrmClient], int]) -> dict[tuple[int, str], float]:
-    """Return the percent of a class of engines that each group of clients has used since the last look."""
-    shares: dict[tuple[int, str], float] = defaultdict(float)
-    for client in view.clients:
-        for key, busy in client.values.items():
-            if not (found := _BUSY.fullmatch(key)):
-                continue
-            engine = found[1]
-            # xe tells how many cycles went by until it was read; i915 counts nanoseconds.
-            cycles = client.values.get(f"drm-total-cycles-{engine}", 0)
-            whole = cycles if key.startswith("drm-cycles") else view.look.clock * 1e9
-            engines = client.values.get(f"drm-engine-capacity-{engine}", 1) or 1
-            with suppress(NotTold):
-                share = view.gpu.counters.growth((client.number, engine), view.look.clock, busy, whole)
-                shares[group(client), engine] += 100 * share / engines
-    return shares
 
 
 def _idle(view: _View) -> float:
