@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from gpuguard.grouping import grouped
-from gpuguard.locale.messages import all_of, sentence
+from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
@@ -27,8 +27,9 @@ from gpuguard.vendors import vendor_of
 
 # The plain states, the most remarkable first.  JSON and metrics use them, because scripts know only these words.
 PlainDeviceState = Literal["unhealthy", "unclaimed_use", "in_use", "idle", "claimed", "unknown", "free"]
-DeviceState = Literal[PlainDeviceState, "quarantined", "divided", "reserved"]
+DeviceState = Literal[PlainDeviceState, "quarantined", "divided", "reserved", "asleep"]
 STATES: tuple[PlainDeviceState, ...] = get_args(PlainDeviceState)
+FREE: tuple[DeviceState, ...] = ("free", "asleep")  # that any request may take
 EXACT_STATES: tuple[DeviceState, ...] = get_args(DeviceState)
 
 BEYOND_LIMIT = 2.0  # times its power limit: real peaks last only for milliseconds, so a higher mean is no true reading
@@ -122,6 +123,24 @@ def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | No
                 return None
         accounted += process.memory_used or 0
     return max(0, device.memory_used - accounted)
+
+
+def memory_in_use(device: Device) -> int | None:
+    """Return the bytes of *device* that are in use, or None if that is unknown.
+
+    Intel's driver does not tell them of a GPU that sleeps.  They are 0 then, because the kernel keeps a GPU awake as
+    long as a process computes there: each of its address spaces holds a reference (xe_vm_create() of Linux).
+    """
+    if device.memory_used is None and device.asleep and not device.processes:
+        return 0
+    return device.memory_used
+
+
+def free_memory(device: Device) -> int | None:
+    """Return the bytes of *device* that a job can have, or None if that is unknown; see memory_in_use()."""
+    if device.memory_free is None and device.memory_used is None and memory_in_use(device) == 0:
+        return device.memory_total
+    return device.memory_free
 
 
 def hides_use(device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
@@ -252,7 +271,7 @@ class DeviceUse:
     device: Device
     state: DeviceState
     # The state for scripts: for a divided device the most remarkable state of its instances, "unhealthy" for a
-    # quarantined device, and "free" for a reserved one.
+    # quarantined device, and "free" for a reserved one and for one that sleeps.
     plain_state: PlainDeviceState
     reason: str | None  # why unhealthy, quarantined, reserved or unknown; or about use that no process accounts for
     problems: tuple[str, ...] | None  # those of the device, and the quarantine; None if they were not read
@@ -294,7 +313,7 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     of_whole = any(claim.alive and device.parent_uuid in claim.devices for claim in snapshot.claims)
     barred = quarantined.get(device.uuid) or quarantined.get(device.parent_uuid or "")
     problems = device.problems if barred is None else (*(device.problems or ()), barred)
-    state: Literal[PlainDeviceState, "quarantined", "reserved"]
+    state: Literal[PlainDeviceState, "quarantined", "reserved", "asleep"]
     reason: str | None
     if device.problems:
         state, reason = "unhealthy", all_of(problems or (), ", ")
@@ -310,7 +329,9 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
         reserved = dict(snapshot.reserved)
         if state == "free" and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
             state, reason = "reserved", kept
-    plain: PlainDeviceState = "unhealthy" if state == "quarantined" else "free" if state == "reserved" else state
+        elif state == "free" and device.asleep:
+            state = "asleep"
+    plain: PlainDeviceState = "unhealthy" if state == "quarantined" else state if state in STATES else "free"
     claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)
     return DeviceUse(device, state, plain, reason, problems, claims, processes)
 
@@ -332,12 +353,12 @@ def _usage(
         return (working, None) if owned else ("unclaimed_use", unlisted)
     if listed:
         return "unknown", sentence("state.implausible_list", "the process list makes no sense")
-    if processes is None and (locked or device.memory_used is None):
+    if processes is None and not device.asleep and (locked or device.memory_used is None):
         return "unknown", sentence("state.no_list", "no process list")
     if locked:
         return "claimed", None
     by_memory = sentence("state.judged_by_memory", "no process list: judged by its memory in use")
-    return "free", by_memory if processes is None else None
+    return "free", by_memory if processes is None and not device.asleep else None
 
 
 def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processes) -> tuple[ProcessUse, ...] | None:
@@ -354,12 +375,12 @@ def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processe
 
 
 def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
-    """Return *use* of a device in MIG mode, where jobs run on its instances instead of on the device itself."""
+    """Return *use* of a divided device, where jobs run on its instances instead of on the device itself."""
     instances = [other for other in found if other.device.parent_uuid == use.device.uuid]
     if use.plain_state == "unhealthy":
         return use
     if not instances:
-        reason = sentence("state.no_instance", "divided (MIG), and without an instance")
+        reason = sentence("state.no_instance", "divided, and without an instance")
         return replace(use, state="unhealthy", plain_state="unhealthy", reason=reason)
     elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
     own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
@@ -444,11 +465,20 @@ def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset
 
 
 def device_title(device: Device) -> str:
-    """Return its name in sentences: ``"GPU 3"``, or ``"MIG instance 3.1 (3g.40gb)"`` for its GPU instance 1."""
+    """Return its name in sentences: ``"GPU 3"``, ``"MIG instance 3.1 (3g.40gb)"`` or ``"partition 3.1 (cpx)"``."""
     if device.parent_uuid is None:
         return f"GPU {device.label}"
     label = device.label + (f" ({device.mig_profile})" if device.mig_profile else "")
+    if vendor_of(device).partitions:
+        return sentence("gpu.partition", "partition {label}", label=label)
     return sentence("gpu.mig_instance", "MIG instance {label}", label=label)
+
+
+def instances_title(count: int, device: Device) -> str:
+    """Return ``"2 MIG instances"`` or ``"2 partitions"``, as the vendor of *device* calls the parts of its GPUs."""
+    if vendor_of(device).partitions:
+        return nsentence("count.partitions", "{number} partition", "{number} partitions", count)
+    return nsentence("count.mig_instances", "{number} MIG instance", "{number} MIG instances", count)
 
 
 def model_name(device: Device) -> str:

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpuguard.device_state import (
     desktop_limit,
+    free_memory,
     hides_use,
     idle_limit,
+    instances_title,
     may_compute,
+    memory_in_use,
     occupants,
     unlisted_memory,
     user_label,
 )
 from gpuguard.grouping import grouped, summed
-from gpuguard.locale.messages import nsentence, sentence
+from gpuguard.locale.messages import sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
@@ -100,7 +103,7 @@ class Terms:
     wanted: frozenset[str] | None
     excluded: frozenset[str]
     preferred: Mapping[str, int]  # uuid -> position in the list, 0 is the best
-    instances: Mapping[str, int]  # uuid of a divided GPU -> how many MIG instances
+    instances: Mapping[str, int]  # uuid of a divided GPU -> how many instances
     sharing: Mapping[str, Sharing]  # uuid -> the claims that share the device, if it is shared
 
     def sharing_of(self, device: Device) -> Sharing:
@@ -151,7 +154,7 @@ def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
     request, others = terms.request, len(_others_on(device, terms))
     # Hidden use is a reason for refusal unless the request allows processes there, so it matters here only then.
     hidden = bool(request.max_processes) and hides_use(device, request.tolerance)
-    return bool(others) or device.memory_used is None or hidden, _has_no_list(device, terms), others
+    return bool(others) or memory_in_use(device) is None or hidden, _has_no_list(device, terms), others
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -238,7 +241,7 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
 def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     wanted, count = terms.request.mig, terms.instances.get(device.uuid, 0)
     if device.parent_uuid is None and device.mig_mode and count:
-        instances = nsentence("count.mig_instances", "{number} MIG instance", "{number} MIG instances", count)
+        instances = instances_title(count, device)
         text = sentence("refused.divided", "divided into {instances}: jobs run on those", instances=instances)
         yield Reason(text, True)
     elif device.parent_uuid is None and device.mig_mode:
@@ -247,7 +250,7 @@ def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
             "MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)",
         )
         yield Reason(text, True)
-    elif device.parent_uuid and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
+    elif is_lone(device) and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
         text = sentence(
             "refused.lone_instance", "a MIG instance: one process can use only one ({mig_set})", mig_set=MIG_SET
         )
@@ -255,7 +258,7 @@ def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
     elif wanted is None:
         return
     elif device.parent_uuid is None:
-        yield Reason(sentence("refused.not_divided", "not divided into MIG instances"), True, "--mig")
+        yield Reason(sentence("refused.not_divided", "not divided into instances"), True, "--mig")
     elif device.mig_profile is None:
         what = sentence("refused.its_profile", "its profile")
         yield _unknown(device, "mig_profile", what, terms, "--mig", permanent=True)
@@ -281,7 +284,7 @@ def _of_another_vendor(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
+    request, room, free, total = terms.request, capacity(device), free_memory(device), device.memory_total
     if request.min_total is not None and total is None:
         yield _unknown(device, "memory_total", _ITS_MEMORY, terms, "--min-total", permanent=True)
     elif request.min_total is not None and (total or 0) < request.min_total:
@@ -382,7 +385,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
             desktop=desktop,
         )
         yield Reason(text)
-    elif not allowed and device.memory_used is None:
+    elif not allowed and memory_in_use(device) is None:
         if (unseen := _use_is_hidden(device, terms)) and device.uuid not in (terms.wanted or ()):
             yield unseen
         elif device.processes is None and not device.problems and not unseen:
@@ -424,6 +427,11 @@ def _use_is_hidden(device: Device, terms: Terms) -> Reason | None:
     return Reason(text, True)
 
 
+def is_lone(device: Device) -> bool:
+    """Return whether *device* is an instance of which a process can use only one."""
+    return device.parent_uuid is not None and not vendor_of(device).partitions
+
+
 # option, the request's limit, the device's value, what it is, its unit
 _LIMITS: tuple[tuple[RefusalKey, str, str, str, str], ...] = (
     ("--max-util", "max_util", "utilization", sentence("field.utilization", "utilization"), "%"),
@@ -444,6 +452,8 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
         limit, value = getattr(request, limit_name), getattr(device, field)
         if limit is None or (option == "--max-util" and request.share and limit >= 100):
             continue
+        if value is None and device.asleep:
+            continue  # it is switched off, and only a job would wake it
         if value is None:
             yield _unknown(device, field, sentence("refused.its", "its {what}", what=what), terms, option)
         elif value > limit:
@@ -578,13 +588,13 @@ def capacity(device: Device) -> int | None:
 
 def memory_left(device: Device, sharing: Sharing) -> int | None:
     """Return the bytes that a further share can have, or None if that is unknown."""
-    room = capacity(device)
-    if room is None or device.memory_used is None:
+    room, in_use = capacity(device), memory_in_use(device)
+    if room is None or in_use is None:
         return None
     owners, processes = sharing.owners or {}, device.processes or ()
     used = summed((owners[process.pid], process.memory_used or 0) for process in processes if process.pid in owners)
     promised = summed((record.uid, record.memory or 0) for record in sharing.claims)
-    strangers = max(0, device.memory_used - sum(used.values()))
+    strangers = max(0, in_use - sum(used.values()))
     return room - strangers - sum(max(count, used.get(uid, 0)) for uid, count in promised.items())
 
 

@@ -139,8 +139,9 @@ class Device:
     numa_node: int | None = read_with(MODEL, of_board=True)
     # As in /proc/PID/status Cpus_allowed_list: "0-15,32-47".
     cpu_affinity: str | None = read_with(MODEL, of_board=True, harmless=True)
-    # It is part of the CPU and has no memory of its own.
-    integrated: bool | None = read_with(MODEL, of_board=True)
+    integrated: bool | None = read_with(
+        MODEL, of_board=True, query=("integrated", "Yes or No: it is part of the CPU and has no memory of its own")
+    )
     vendor: str = "nvidia"  # a row of vendors.VENDORS
     ordinal: int | None = None  # its index among its vendor's devices; None if no other vendor's come before it
 
@@ -163,7 +164,10 @@ class Device:
         query=("memory.reserved", "by driver and firmware"),
     )  # fmt: skip
     # Its memory is the host's: memory_free is what the host can still give.
-    memory_shared_with_host: bool | None = read_with(MEMORY, of_board=True)
+    memory_shared_with_host: bool | None = read_with(
+        MEMORY, of_board=True, metric=("memory_shared_with_host", "1 when its memory is the host's."),
+        query=("memory.shared_with_host", "Yes or No: it is the host's"),
+    )  # fmt: skip
     processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None if the driver gives no list
     processes_plausible: bool = True  # if False, no action may rely on this list
     desktop_memory: int = DESKTOP_MEMORY  # bytes: see device_state.beyond_desktop
@@ -186,7 +190,10 @@ class Device:
     )
     mig_mode: bool | None = read_with(HEALTH, of_board=True, query=("mig.mode.current", "Enabled or Disabled"))
     # The driver has switched it off until it is used.  Its sensors are not read, because that could wake it.
-    asleep: bool | None = read_with(HEALTH, of_board=True)
+    asleep: bool | None = read_with(
+        HEALTH, of_board=True, metric=("asleep", "1 while its driver has switched it off until it is used."),
+        query=("asleep", "Yes or No: its driver has switched it off until it is used"),
+    )  # fmt: skip
     parent_uuid: str | None = None  # of a MIG instance
     mig_profile: str | None = None  # "3g.40gb"
     gpu_instance_id: int | None = None

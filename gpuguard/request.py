@@ -41,7 +41,7 @@ STRATEGIES = {
 }
 
 
-_PROFILE = r"(?i:(\d+c\.)?\d+g\.\d+gb(\+\w+)*(\.\w+)*)"
+_PROFILE = r"(?i:(\d+c\.)?\d+g\.\d+gb(\+\w+)*(\.\w+)*|[dtqc]px)"  # of MIG, or a mode of AMD's partitions
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Request:
     share: bool = False  # others may claim the rest of each device
     memory: int | None = None  # bytes of each device that a share may use
     slots: int = SLOTS  # at most so many claims share a device, including this one
-    mig: str | None = None  # profile of the MIG instances, "3g.40gb"
+    mig: str | None = None  # profile of the instances: "3g.40gb", or "cpx" of AMD's partitions
     allow_mig_set: bool = False  # several MIG instances will do: a launcher starts one process for each
 
     def __post_init__(self) -> None:
@@ -132,7 +132,9 @@ class Request:
                 )
             )
         if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
-            raise InvalidRequest(_("{mig!r} is no MIG profile: write it like 3g.40gb.").format(mig=self.mig[:40]))
+            raise InvalidRequest(
+                _("{mig!r} is no profile of an instance: write it like 3g.40gb, or cpx.").format(mig=self.mig[:40])
+            )
 
     @property
     def most(self) -> int:

@@ -15,13 +15,14 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title, idle_limit
+from gpuguard.device_state import device_title, free_memory, idle_limit, instances_title, memory_in_use
 from gpuguard.eligibility import (
     MIG_SET,
     Refusal,
     Sharing,
     Terms,
     capacity,
+    is_lone,
     is_one_of_models,
     is_share_of,
     memory_left,
@@ -206,7 +207,7 @@ def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = No
 
 def instances_note(devices: Sequence[Device], request: Request) -> str | None:
     """Return a note on a claim of several MIG instances, or None if it is none, or if the request allows several."""
-    if request.allow_mig_set or len(devices) < 2 or not all(device.parent_uuid for device in devices):
+    if request.allow_mig_set or len(devices) < 2 or not all(map(is_lone, devices)):
         return None
     return _(
         "these are {devices} MIG instances, of which one process can use only one: start one process "
@@ -247,7 +248,7 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
 
 
 def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
-    """Return those of *devices* that one job can use together: of one vendor, and either whole GPUs or MIG instances.
+    """Return those of *devices* that one job can use together: of one vendor, and either whole GPUs or instances.
 
     A kind of which *wanted* devices are *free* now comes first, then one that has as many at all, then the kind of the
     first device, then the kind with more devices.  *free* holds uuids, or is None if all are free.
@@ -269,7 +270,7 @@ def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     if request.most == 1:
         return devices
     if not request.takes_mig_set:  # one instance at most, for a request for one device or more
-        devices = [device for device in devices if not device.parent_uuid] or devices[:1]
+        devices = [device for device in devices if not is_lone(device)] or devices[:1]
     return usable_together(devices, request.num_gpus)
 
 
@@ -283,8 +284,8 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
 
     *nodes* counts the eligible devices of each NUMA node.
     """
-    request, used = terms.request, device.memory_used
-    nothing_known, last = device.memory_free is None, len(terms.preferred)
+    request, used, free = terms.request, memory_in_use(device), free_memory(device)
+    nothing_known, last = free is None, len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
     if request.strategy == "first":
         return nothing_known, preferred, device.index
@@ -298,7 +299,7 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
     # The memory in use on an idle device differs by some MiB from day to day.  Such a device counts as empty, so that
     # noise never decides.
     is_empty = used is not None and used <= idle_limit(device, request.tolerance)
-    room = ((device.memory_total if is_empty else None) or device.memory_free or 0) // _GRAIN
+    room = ((device.memory_total if is_empty else None) or free or 0) // _GRAIN
     if request.strategy == "pack":
         crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
         return nothing_known, preferred, room, *load, crowd
@@ -438,21 +439,23 @@ def _profiles(request: Request, could: Choice) -> list[str]:
     every = [*could.devices, *(refusal.device for refusal in could.refused)]
     names = [device.mig_profile or "unknown" for device in every if device.parent_uuid]
     if not names:
-        return [_("  no GPU here is divided into MIG instances (an administrator does it: nvidia-smi mig)")]
+        return [_("  no GPU here is divided into instances (an administrator does it: nvidia-smi mig, amd-smi set -C)")]
     counts = ", ".join(f"{shown(name)} ({names.count(name)})" for name in sorted(set(names)))
-    return [_("  the MIG profiles here: {counts}").format(counts=counts)]
+    return [_("  the profiles here: {counts}").format(counts=counts)]
 
 
 def _mixed(devices: Sequence[Device]) -> list[str]:
-    divided = sum(bool(device.parent_uuid) for device in devices)
-    whole = format_count(len(devices) - divided, "whole GPU")
-    both = 0 < divided < len(devices)
-    instances = format_count(divided, "MIG instance")
-    text = _("  {whole} and {instances}: one job cannot use both kinds").format(whole=whole, instances=instances)
+    divided = [device for device in devices if device.parent_uuid]
+    both = []
+    if 0 < len(divided) < len(devices):
+        whole = format_count(len(devices) - len(divided), "whole GPU")
+        instances = translated(instances_title(len(divided), divided[0]))
+        text = _("  {whole} and {instances}: one job cannot use both kinds")
+        both = [text.format(whole=whole, instances=instances)]
     vendors = Counter(vendor_of(device).title for device in devices)
     counts = ", ".join(f"{format_count(count, 'GPU')} ({title})" for title, count in vendors.items())
     several = _("  {counts}: one job cannot use GPUs of several vendors").format(counts=counts)
-    return [*([text] if both else []), *([several] if len(vendors) > 1 else [])]
+    return [*both, *([several] if len(vendors) > 1 else [])]
 
 
 # Of equally good devices, those with the shortest paths between them work best together.

@@ -31,6 +31,8 @@ class Vendor:
     container: str  # the variable that says which devices a container runtime has let in, or ""
     uuid_prefix: str
     instance_prefix: str  # of the uuids of instances, or "" if it has none
+    # Its instances are partitions, of which a process can use several; otherwise it can use one, as of MIG instances.
+    partitions: bool
 
     control_node: str  # every process that computes has it open
     compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
@@ -85,6 +87,7 @@ NVIDIA = Vendor(
     container="NVIDIA_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
     instance_prefix="MIG-",
+    partitions=False,
     control_node="/dev/nvidiactl",
     compute_node="/dev/nvidia-uvm",
     device_node="/dev/nvidia",
@@ -136,6 +139,7 @@ AMD = Vendor(
     container="AMD_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
     instance_prefix="XCP-",
+    partitions=True,
     control_node="/dev/kfd",
     compute_node="/dev/kfd",
     device_node="/dev/dri/renderD",
@@ -171,6 +175,7 @@ INTEL = Vendor(
     container="",
     uuid_prefix="PCI-",  # no GPU of Intel tells a number of its own
     instance_prefix="",
+    partitions=False,
     control_node="",
     compute_node="",
     device_node="/dev/dri/renderD",
@@ -205,6 +210,7 @@ MTHREADS = Vendor(
     container="MTHREADS_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
     instance_prefix="",
+    partitions=False,
     control_node="",
     compute_node="",
     device_node="/dev/mtgpu.",

@@ -427,7 +427,8 @@ def check_states(site: Site, seed: int) -> None:
                 words = LABELS[row["exact_state"]][0]
                 assert any(line.split()[:1] == [row["label"]] and words in line for line in lines), (name, words, lines)
             state, why = row["exact_state"], reasons[row["uuid"]]
-            could = {"free": not why or "'s reservation from" in why, "reserved": True}.get(state, why != "")
+            free = not why or "'s reservation from" in why
+            could = {"free": free, "asleep": free, "reserved": True}.get(state, why != "")
             assert could, ("explain", state, why)
 
 

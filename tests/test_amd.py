@@ -179,7 +179,7 @@ def test_the_backend_says_what_the_files_say(machine: str, tmp_path: Path) -> No
             expected = {name: value for name, value in expected.items() if not name.startswith("memory_")}
         if device.asleep:
             asleep = {name for group in amd_fields.ROWS.values() for name in group} | {"pcie_generation", "pcie_width"}
-            expected |= dict.fromkeys(asleep)
+            expected |= dict.fromkeys(asleep) | dict.fromkeys(drm.IDLE_ASLEEP, 0.0)
         assert differences(device, gaps, expected) == []
         unknown = {name for name in DEVICE_FIELDS if getattr(device, name) is None}
         assert unknown <= reasons(snapshot, device).keys()
@@ -961,7 +961,7 @@ def test_a_gpu_that_sleeps_is_not_woken(tmp_path: Path, read_files: set[str]) ->
     assert (asleep.asleep, awake.asleep) == (True, False)
     assert asleep.memory_free == asleep.memory_total - asleep.memory_used  # type: ignore[operator]
     assert (asleep.name, asleep.problems, asleep.processes) == ("AMD GPU 1002:73bf", (), ())
-    assert (asleep.temperature, asleep.utilization, asleep.pcie_width) == (None, None, None)
+    assert (asleep.temperature, asleep.utilization, asleep.pcie_width) == (None, 0.0, None)
     assert reasons(snapshot, asleep)["temperature"] == drm.ASLEEP
     assert [name for name in read if not WAKE_NOTHING.fullmatch(name)] == []
     assert any("hwmon" in path for path in read_files)  # those of the other GPU

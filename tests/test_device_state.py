@@ -23,6 +23,7 @@ from random_machines import a_random_machine
 from gpuguard import users
 from gpuguard.claims.directory import daemon_files, lock_directory
 from gpuguard.device_state import (
+    FREE,
     DeviceUse,
     beyond_desktop,
     chosen,
@@ -113,9 +114,9 @@ def check_choice(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
     if any(gap.field == "claims" for gap in snapshot.gaps):
         return  # then nothing is started
     for use in found:
-        assert rows[use.device.uuid]["eligible"] == (use.state == "free"), (use.state, rows[use.device.uuid]["reasons"])
+        assert rows[use.device.uuid]["eligible"] == (use.state in FREE), (use.state, rows[use.device.uuid]["reasons"])
         assert use.state != "divided" or rows[use.device.uuid]["permanent"]
-    assert bool(choice.devices) == any(use.state == "free" for use in found)
+    assert bool(choice.devices) == any(use.state in FREE for use in found)
 
 
 def check_rules(snapshot: Snapshot, found: tuple[DeviceUse, ...], stats: dict[int, ProcessStat | None]) -> None:
@@ -331,7 +332,7 @@ def unclaimed_machines() -> Iterator[tuple[int, Snapshot]]:
 def test_a_start_takes_what_is_free_though_it_reads_less_of_the_driver(tmp_path: Path):
     directory = lock_directory(str(tmp_path))
     for seed, snapshot in unclaimed_machines():
-        free = {use.device.uuid for use in uses(snapshot) if use.state == "free"}
+        free = {use.device.uuid for use in uses(snapshot) if use.state in FREE}
         driver = Reticent(*snapshot.devices)
         for number in (1, len(free)):
             _, choice = preview(driver, Request(num_gpus=max(1, number)), directory, {})

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_partition, a_process, a_snapshot, a_uuid
 
 from gpuguard import model
 from gpuguard.device_state import device_title
@@ -51,7 +51,7 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
         (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
         (a_device(mig_mode=True), {}, "MIG mode is on, but it has no MIG instance"),
-        (a_device(), {"mig": "3g.40gb"}, "not divided into MIG instances"),
+        (a_device(), {"mig": "3g.40gb"}, "not divided into instances"),
         (INSTANCE, {"mig": "1g.10gb"}, "its profile is 3g.40gb"),
         (replace(INSTANCE, mig_profile=None), {"mig": "3g.40gb"}, "its profile is unknown"),
         (a_device(memory_total=None), {"min_total": 1}, "its memory is unknown"),
@@ -185,6 +185,58 @@ def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
     assert device_title(a_device(3)) == "GPU 3"
     assert device_title(INSTANCE) == "MIG instance 0.1 (3g.40gb)"
     assert device_title(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "MIG instance 0.?"
+
+
+def test_what_amd_divides_a_gpu_into_is_called_a_partition():
+    gpu = a_device(mig_mode=True, vendor="amd")
+
+    assert device_title(a_partition(gpu, 3)) == "partition 0.3 (cpx)"
+    (refused,) = choose(a_snapshot(gpu, a_partition(gpu, 0), a_partition(gpu, 1)), Request(), {}).refused
+    assert [reason.text for reason in refused.reasons] == ["divided into 2 partitions: jobs run on those"]
+
+
+ASLEEP = a_device(
+    asleep=True, memory_used=None, memory_free=None, memory_reserved=None, temperature=None, processes=None
+)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"min_free": 80 * GIB},
+        {"min_free_fraction": 0.9},
+        {"max_temperature": 60.0},
+        {"share": True, "memory": 80 * GIB},
+        {"max_processes": 0},
+    ],
+)
+def test_a_gpu_that_sleeps_is_free_although_its_driver_does_not_tell_its_memory(asked):
+    gaps = (Gap(ASLEEP.uuid, "processes", "the GPU sleeps"),)
+
+    assert choose(a_snapshot(replace(ASLEEP, processes=()), gaps=gaps), Request(**asked), {}).devices
+    if "share" not in asked:
+        assert choose(a_snapshot(ASLEEP, gaps=gaps), Request(**asked), {}).devices
+    assert reasons(replace(ASLEEP, asleep=False), Request(**asked), gaps=gaps)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        (replace(ASLEEP, processes=(BOB,)), "used by bob"),
+        (replace(ASLEEP, memory_used=9 * GIB), "9.0GiB in use"),
+        (replace(ASLEEP, memory_total=None), "its free memory is unknown"),
+        (replace(ASLEEP, memory_total=8 * GIB), "has 8.0GiB of memory even when it is empty"),
+    ],
+)
+def test_a_gpu_that_sleeps_is_refused_for_what_is_known_of_it(device, text):
+    assert any(text in reason for reason in reasons(device, Request(min_free=9 * GIB)))
+
+
+def test_a_gpu_that_sleeps_comes_after_one_that_is_known_to_be_empty():
+    machine = a_snapshot(a_device(0), replace(ASLEEP, index=1, uuid=a_uuid(1), utilization=0.0, processes=()))
+
+    assert [device.index for device in choose(machine, Request(), {}).eligible] == [0, 1]
 
 
 def test_a_claim_that_has_ended_takes_nothing():

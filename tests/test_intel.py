@@ -137,7 +137,7 @@ def expected(tree: IntelTree, card: IntelCard) -> dict[str, Any]:
     told["throttle_reasons"] = tuple(active) if reasons else None
     if card.asleep:
         known = ("pci_bus_id", "numa_node", "cpu_affinity", "asleep", "integrated", "memory_shared_with_host")
-        told = {name: value if name in known else None for name, value in told.items()}
+        told = {name: value if name in known else None for name, value in told.items()} | {"utilization": 0.0}
     return told
 
 

@@ -44,6 +44,7 @@ FULL = {
     "retired_pages": 5, "remapped_rows": 6, "memory_reserved": GIB, "utilization": 50.0, "memory_utilization": 25.0,
     "remapped_rows_uncorrected": 2, "clock_graphics": 1995, "clock_video": 1545, "encoder_utilization": 3.0,
     "decoder_utilization": 4.0, "pcie_tx": 2.0**20, "pcie_rx": 2.0**21, "nvlink_tx": 6 * 2.0**20, "nvlink_rx": 2.0**23,
+    "memory_shared_with_host": False, "asleep": False,
     "nvlink_flow": ((0, 2.0**21, 2.0**22), (3, 2.0**22, 2.0**22)),
 }  # fmt: skip
 

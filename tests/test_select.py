@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_partition, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,6 +137,18 @@ def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     assert isinstance(never, ImpossibleRequest)
     assert "wanted 4 GPUs, but only 3 exist that one job can use together.\n" in str(never)
     assert "2 whole GPUs and 3 MIG instances: one job cannot use both kinds" in str(never)
+
+
+def test_a_job_of_several_gpus_gets_partitions_of_amd_which_one_process_can_use_together():
+    gpu = a_device(0, mig_mode=True, vendor="amd")
+    partitions = [a_partition(gpu, number) for number in range(3)]
+    machine = a_snapshot(gpu, *partitions, a_device(1, vendor="amd"))
+
+    assert choose(machine, Request(3), {}).devices == tuple(partitions)
+    assert choose(machine, Request(3, mig="cpx"), {}).devices == tuple(partitions)
+    assert chosen(machine, Request(2, mig="dpx")) == []
+    assert instances_note(partitions, Request(3)) is None
+    assert "1 whole GPU and 3 partitions: one job cannot use both kinds" in said(Request(4), *machine.devices)
 
 
 @pytest.mark.parametrize("asked", [{}, {"devices": ("0",)}, {"min_free": GIB}, {"max_gpus": 3}])
@@ -428,8 +440,8 @@ def test_a_request_for_another_profile_is_told_which_there_are():
     whole, divided, request = a_device(0), a_device(1, mig_mode=True), Request(mig="7g.80gb")
     instances = [a_mig_instance(divided, n, mig_profile=profile) for n, profile in enumerate(("3g.40gb", None))]
 
-    assert "the MIG profiles here: 3g.40gb (1), unknown (1)" in said(request, whole, divided, *instances)
-    assert "no GPU here is divided into MIG instances" in said(request, whole)
+    assert "the profiles here: 3g.40gb (1), unknown (1)" in said(request, whole, divided, *instances)
+    assert "no GPU here is divided into instances" in said(request, whole)
 
 
 def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_any():

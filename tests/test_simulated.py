@@ -135,11 +135,12 @@ def test_a_mode_divides_a_gpu_of_amd_into_equal_partitions(place, mode, count):
     _, parent, *parts = start(place, f"1xMI300X+1xMI300X:partition={mode}").sample(ALL_FIELDS).devices
 
     assert (parent.mig_mode, len(parts)) == (count > 0, count)
+    minors = [device.minor_number for device in (parent, *parts)]
+    assert minors[1:] == list(range(136, 136 + count)) and minors[0] == 136
     for number, part in enumerate(parts):
         assert (part.uuid, part.label) == (f"XCP-{parent.uuid[4:]}-{number}", f"1.{number}")
         assert (part.parent_uuid, part.mig_profile, part.name) == (parent.uuid, mode, parent.name)
         assert part.memory_total == parent.memory_total // count
-        assert part.minor_number == parent.minor_number + number
         assert (parent.utilization, part.utilization) == (0.0, None)
 
 
@@ -150,7 +151,7 @@ def test_partitions_are_used_one_by_one(place):
         seen = backend.sample(ALL_FIELDS, [parts[5].uuid]).devices[1:]
 
     assert [device.gpu_instance_id for device in seen if device.processes] == [5]
-    assert [device.gpu_instance_id for device in seen if device.memory_used > GIB] == [5]
+    assert [device.gpu_instance_id for device in seen if (device.memory_used or 0) > GIB] == [5]
 
 
 def test_a_process_uses_the_devices_that_the_variable_of_their_vendor_names(place, monkeypatch):
@@ -179,8 +180,9 @@ def test_a_gpu_sleeps_until_a_process_uses_it_and_tells_only_what_the_kernel_kno
 
     assert (awake.asleep, asleep.asleep) == (False, True)
     assert (asleep.memory_used, asleep.processes) == (awake.memory_used, ())
-    assert (asleep.temperature, asleep.power_draw, asleep.utilization, asleep.clock_sm) == (None,) * 4
-    assert {reasons[name] for name in ("temperature", "power_draw", "utilization", "clock_sm")} == {ASLEEP}
+    assert (asleep.utilization, asleep.memory_utilization) == (0.0, 0.0)
+    assert (asleep.temperature, asleep.power_draw, asleep.clock_sm, asleep.encoder_utilization) == (None,) * 4
+    assert {reasons[name] for name in ("temperature", "power_draw", "clock_sm", "encoder_utilization")} == {ASLEEP}
     with a_user(place, "1", GIB):
         assert (one(backend, 1).asleep, one(backend, 1).temperature) == (False, 32.0)
 

@@ -62,6 +62,9 @@ STATES = [
     ("unhealthy", a_device(problems=("lost",), processes=(ALICE,), **BUSY), (a_claim_record(),)),
     ("unhealthy", a_device(compute_mode="prohibited"), ()),
     ("unhealthy", a_device(mig_mode=True), ()),  # divided, and no instance
+    ("claimed", a_device(asleep=True, processes=None, memory_used=None), (a_claim_record(),)),
+    ("unclaimed_use", a_device(asleep=True, processes=None, **BUSY), ()),
+    ("unclaimed_use", a_device(asleep=True, processes=(BOB,)), ()),
     ("free", a_device(processes=None), ()),  # judged by its memory, as a start judges it
     ("unknown", a_device(processes=None), (a_claim_record(),)),
     ("unknown", a_device(processes=None, memory_used=None), (a_claim_record(),)),
@@ -88,6 +91,10 @@ EXACT = [
     ("quarantined", "unhealthy", a_device(), {"quarantined": ((a_uuid(0), "quarantined by the administrator"),)}),
     ("unhealthy", "unhealthy", a_device(problems=("lost",)), {"quarantined": ((a_uuid(0), "quarantined"),)}),
     ("reserved", "free", a_device(), {"reserved": ((a_uuid(0), "kept for alice's reservation until 12:00"),)}),
+    ("asleep", "free", a_device(asleep=True), {}),
+    ("asleep", "free", a_device(asleep=True, processes=None, memory_used=None), {}),
+    ("reserved", "free", a_device(asleep=True), {"reserved": ((a_uuid(0), "kept for alice"),)}),
+    ("quarantined", "unhealthy", a_device(asleep=True), {"quarantined": ((a_uuid(0), "quarantined"),)}),
     ("in_use", "in_use", a_device(processes=(ALICE,), **BUSY), {"reserved": ((a_uuid(0), "kept for alice"),),
                                                                 "claims": (a_claim_record(),)}),
 ]  # fmt: skip

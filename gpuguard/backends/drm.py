@@ -36,6 +36,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "kB": 2**10, "MiB": 2**20, "GiB": 2**30, 
 _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # by GT/s of a lane
 
 ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
+IDLE_ASLEEP = ("utilization", "memory_utilization")  # 0 while a GPU sleeps, because it is switched off then
 _ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
 _EMPTY = sentence("drm.empty", "the file is empty")
 # Drivers that wake a sleeping GPU when the fdinfo of one of its clients is read: xe_drm_client.c.
@@ -256,10 +257,13 @@ class CardReading:
     def set(self, name: str, value: Callable[[], object], *, wakes: bool = False) -> None:
         """Set a field to what *value* returns, or leave a gap if that raises NotTold or cannot be true.
 
-        With *wakes* it is not called while the GPU sleeps.
+        With *wakes* it is not called while the GPU sleeps: what such a GPU does is known, the rest is a gap.
         """
         try:
             if wakes and self.asleep:
+                if name in IDLE_ASLEEP:
+                    self.values[name] = 0.0
+                    return
                 raise NotTold(ASLEEP)
             read, facts = value(), DEVICE_FIELDS[name]
             if read is None:

@@ -41,7 +41,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
-from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES
+from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES, NVIDIA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 DEFAULT_SPEC = "8xH100-80GB"
 HANG_LOOK_SECONDS = 0.5  # how often a hanging call checks whether it still has to hang
 _VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
+_OTHER_VERSIONS = ("6.12.12", None, None)  # of AMD's driver, as an example
 _BROKEN = {
     "lost": (sentence("problem.lost", "lost"), sentence("driver.gpu_lost", "the GPU is lost")),
     "reset": (
@@ -191,7 +192,8 @@ class Simulated:
                 seen += shown
                 gaps += missing
         answering = {device.uuid for device in seen if not device.problems}
-        driver, nvml, cuda = _VERSIONS if model.MODEL in fields else (None, None, None)
+        has_nvml = any(device.model.vendor is NVIDIA for device in node.devices)
+        driver, nvml, cuda = (_VERSIONS if has_nvml else _OTHER_VERSIONS) if model.MODEL in fields else (None,) * 3
         return model.Snapshot(
             host=os.uname().nodename,
             backend=self.name,
@@ -603,6 +605,6 @@ _READERS: dict[str, Callable[[ReadingContext], Values]] = {
 # An instance has no values of its own in these groups, and real drivers give none.
 _OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.MEDIA, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
 # A real driver would have to wake a GPU that sleeps to read these.  Its memory and its processes the kernel knows.
-_WAKING = {*_OF_THE_WHOLE, model.UTILIZATION, model.THERMAL}
+_WAKING = {*_OF_THE_WHOLE, model.THERMAL}
 # Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for a divided device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

@@ -306,7 +306,7 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
     add_table(
         group,
-        ("--mig", "PROFILE", "MIG instances of this profile, as in 3g.40gb"),
+        ("--mig", "PROFILE", "instances of this profile: 3g.40gb (MIG), cpx (AMD)"),
         ("--allow-mig-set", None, "several MIG instances will do: one process is started for each"),
         ("--mine-as-free", None, "my own processes do not make a GPU busy"),
         ("--tolerance", "SIZE", f"memory that an idle GPU may hold (default: {IDLE_TOLERANCE // 2**20}MiB)"),

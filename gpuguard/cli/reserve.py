@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
     options.add_vendor_option(group)
     group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
-    group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
+    group.add_argument("--mig", metavar="PROFILE", help="instances of this profile: 3g.40gb (MIG), cpx (AMD)")
     group = parser.add_argument_group("when, and for whom")
     when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
     group.add_argument("--from", dest="from_", metavar="TIME", help=when)

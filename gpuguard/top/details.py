@@ -14,6 +14,7 @@ from gpuguard.sanitize import neutralise
 from gpuguard.top.processes import ProcessRow, heading
 from gpuguard.top.scene import Scene
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
+from gpuguard.vendors import vendor_of
 
 FIELDS = frozenset({CLOCKS, ECC, MEDIA, PCIE})  # beside model.WHO_FIELDS
 Pair = tuple[str, "str | None"]  # label and value; None: not known
@@ -127,7 +128,8 @@ def _of_device(device: Device) -> list[list[Pair]]:
         ],
         [
             (_("compute mode"), device.compute_mode and neutralise(device.compute_mode)),
-            ("MIG", _switch(device.mig_mode)), (_("persistence"), _switch(device.persistence_mode)),
+            (_("partitions") if vendor_of(device).partitions else "MIG", _switch(device.mig_mode)),
+            (_("persistence"), _switch(device.persistence_mode)),
             (_("display"), _switch(device.display_active)),
         ],
     ]  # fmt: skip

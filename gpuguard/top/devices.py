@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.device_state import DeviceUse, model_name
+from gpuguard.device_state import FREE, DeviceUse, model_name
 from gpuguard.locale import _, translated
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
 from gpuguard.units import NOT_AVAILABLE, format_duration, format_rounded
+from gpuguard.vendors import vendor_of
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.columns import WIDE, WIDEST, DeviceColumn, top_columns
 from gpuguard.views.text import padded, shorten
@@ -64,8 +65,8 @@ def device_lines(
 
 def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
     """Return *uses* without the whole devices that are free, and a text that names those: ``"9 free: 5-12,40"``."""
-    kept = [use for use in uses if use.state != "free" or use.device.parent_uuid]
-    free = [use.device.index for use in uses if use.state == "free" and not use.device.parent_uuid]
+    kept = [use for use in uses if use.state not in FREE or use.device.parent_uuid]
+    free = [use.device.index for use in uses if use.state in FREE and not use.device.parent_uuid]
     return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
 
 
@@ -164,7 +165,8 @@ def _row(scene: Scene, history: History, view: ScreenView, use: DeviceUse, colum
     if columns.names:
         name = neutralise(model_name(device))
         if device.mig_profile and display_width(name) > 22:  # the profile says more than the GPU's name, which is above
-            name = f"MIG {neutralise(device.mig_profile)}"
+            name = neutralise(device.mig_profile)
+            name = name if vendor_of(device).partitions else f"MIG {name}"
         parts += fitted([(shorten(name, 22), "")], columns.names)
     for meter, size, room in (
         (memory, columns.memory, 13 if columns.is_roomy else 9),

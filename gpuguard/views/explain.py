@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, free_memory
 from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.locale import _, translated
@@ -97,11 +97,11 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     if reasons:
         return [[title, _("REFUSED"), reasons[0]], *(["", "", more] for more in reasons[1:])]
     facts = [_("choice {number}").format(number=choice.eligible.index(device) + 1)]
+    free = free_memory(device)
     facts += [
-        _("{memory_free} free").format(memory_free=format_bytes(device.memory_free))
-        if device.memory_free is not None
-        else _("free memory unknown")
+        _("free memory unknown") if free is None else _("{memory_free} free").format(memory_free=format_bytes(free))
     ]
+    facts += [_("asleep: it wakes when a job uses it")] if device.asleep else []
     sharing = _sharing(device, choice)
     if sharing.count:
         left = format_bytes(share_left(device, sharing))
@@ -111,7 +111,8 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
                 shared_by=translated(shared_by(sharing)), left=left, slots=slots
             )
         )
-    facts += [_("its list of processes is unknown: judged by memory alone")] if device.processes is None else []
+    judged_alone = device.processes is None and not device.asleep
+    facts += [_("its list of processes is unknown: judged by memory alone")] if judged_alone else []
     facts += [why] if (why := _passed_over(device, choice)) else []
     return [[title, _("CHOSEN") if device in choice.devices else _("ELIGIBLE"), ", ".join(facts)]]
 
@@ -123,7 +124,7 @@ def _passed_over(device: Device, choice: Choice) -> str | None:
     if choice.eligible.index(device) > max(map(choice.eligible.index, choice.devices)):
         return None
     if bool(device.parent_uuid) is not bool(choice.devices[0].parent_uuid):
-        return _("not chosen: one job cannot use both whole GPUs and MIG instances")
+        return _("not chosen: one job cannot use both whole GPUs and parts of divided ones")
     command = vendor_of(device).topology_command
     return _("not chosen: the others are closer to each other ({command})").format(command=command)
 

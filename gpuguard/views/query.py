@@ -106,7 +106,9 @@ _WRITTEN: Mapping[str, tuple[Callable[[Any], Value], str, int]] = {  # converter
     "B": (_in_mebibytes, "MiB", 0), "%": (float, "%", 0), "W": (float, "W", 2), "C": (float, "", 0),
     "MHz": (int, "MHz", 0),
 }  # fmt: skip
+_YES_OR_NO = ("integrated", "memory_shared_with_host", "asleep")  # nvidia-smi does not have them
 _WRITTEN_OTHERWISE: Mapping[str, Callable[[QuerySubject], Value]] = {
+    **{name: _device(name, {True: "Yes", False: "No"}.get) for name in _YES_OR_NO},
     "pstate": _device("pstate", "P{}".format),
     "compute_mode": _device("compute_mode", _COMPUTE_MODES.get),
     "mig_mode": _mig_mode,

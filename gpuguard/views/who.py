@@ -36,8 +36,9 @@ LABELS: Mapping[DeviceState, tuple[str, str]] = {  # (words, colour)
     "unhealthy": (N_("unhealthy"), "bold red"),
     "unknown": (N_("unknown"), "yellow"),
     "quarantined": (N_("quarantined"), "bold red"),
-    "divided": (N_("divided (MIG)"), "dim"),
+    "divided": (N_("divided"), "dim"),
     "reserved": (N_("reserved"), "yellow"),
+    "asleep": (N_("free, asleep"), "green"),
 }
 ENDED = N_("has ended, its memory is still held")  # of a process that the driver goes on listing
 TOTALS = (N_("USER"), N_("GPUS"), N_("PROCESSES"), N_("MEMORY"), N_("CLAIMED"), N_("IDLE"))
@@ -292,6 +293,7 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "state": use.plain_state,
         "exact_state": use.state,
         **picked(use, "reason", "problems"),
+        **picked(device, "integrated", "asleep", "memory_shared_with_host"),
         **picked(device, "memory_total_bytes", "memory_used_bytes", "memory_free_bytes"),
         **picked(device, "utilization_percent", "memory_utilization_percent"),
         **picked(device, "temperature_celsius", "fan_speed_percent", "power_draw_watts", "power_limit_watts"),

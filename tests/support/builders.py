@@ -69,6 +69,20 @@ def a_mig_instance(parent: Device, number: int = 0, **fields: Any) -> Device:
     return a_device(parent.index, **facts)
 
 
+def a_partition(parent: Device, number: int = 0, **fields: Any) -> Device:
+    """A partition of *parent*, an AMD GPU in the mode CPX."""
+    facts: dict[str, Any] = {
+        "uuid": f"XCP-{parent.uuid[4:]}-{number}",
+        "vendor": "amd",
+        "name": "AMD Instinct MI300X",
+        "mig_profile": "cpx",
+        "gpu_instance_id": number,
+        "compute_instance_id": None,
+        "memory_total": 24 * GIB,
+    }
+    return a_mig_instance(parent, number, **{**facts, **fields})
+
+
 def a_process(pid: int = 4711, **fields: Any) -> GpuProcess:
     """A compute process of alice with 10 GiB."""
     facts: dict[str, Any] = {

@@ -1,8 +1,7 @@
 """Random machines with everything that was once decided in two places.
 
 Desktops of one and of several users, and what only looks like one; processes that have ended; lists of processes that
-are missing or not plausible; divided, quarantined and reserved devices; claims that
-no process holds.
+are missing or not plausible; divided, quarantined, reserved and sleeping devices; claims that no process holds.
 
 snapshot, stats = a_random_machine(seed)        stats: what /proc says of the processes
 """
@@ -40,6 +39,7 @@ def a_random_device(dice: random.Random, index: int) -> Device:
         problems=dice.choice(((),) * 8 + (("lost",),)),
         compute_mode=dice.choice(("default",) * 8 + ("exclusive_process", "prohibited")),
         mig_mode=dice.random() < 0.15,
+        asleep=dice.random() < 0.2,
     )
 
 

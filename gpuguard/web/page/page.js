@@ -79,7 +79,7 @@
     const starts = seen.line.map((job) => job.expected_start).filter((at) => at > seen.taken_at + 30);
     const waiting = seen.line.length ? word("waiting_some", seen.line.length) : word("waiting_none");
     const next = starts.length ? word("next_start", moment(Math.min(...starts))) : "";
-    const free = word("summary", count("free"), usable.length);
+    const free = word("summary", count("free") + count("asleep"), usable.length);
     document.title = `${free} · ${seen.host}`;
     renew(byId("summary"), [free, waiting, next].filter(Boolean).join(language === "zh" ? "，" : ", "));
     const names = [...new Set(usable.map((device) => device.exact_state))].filter((name) => name !== "free");
