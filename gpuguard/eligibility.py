@@ -591,6 +591,8 @@ def memory_left(device: Device, sharing: Sharing) -> int | None:
     room, in_use = capacity(device), memory_in_use(device)
     if room is None or in_use is None:
         return None
+    if device.memory_shared_with_host and device.memory_free is not None:
+        room = min(room, device.memory_free + in_use)  # programs that use no GPU have the rest
     owners, processes = sharing.owners or {}, device.processes or ()
     used = summed((owners[process.pid], process.memory_used or 0) for process in processes if process.pid in owners)
     promised = summed((record.uid, record.memory or 0) for record in sharing.claims)

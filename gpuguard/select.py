@@ -1,8 +1,9 @@
 """Choosing devices: which are free, which of those are best, and why the others are refused.
 
-Eligible devices are ordered by: known before unknown memory, --prefer, no running work, most free memory, least
-utilization, fewest processes (for a share: least utilization, shared already, most memory left); then, for several
-devices, the best connected set; then health marks, temperature and the highest index, because most people take GPU 0.
+Eligible devices are ordered by: known before unknown memory, --prefer, own memory before the host's, no running work,
+most free memory, least utilization, fewest processes (for a share: least utilization, shared already, most memory
+left); then, for several devices, the best connected set; then health marks, temperature and the highest index, because
+most people take GPU 0.
 Memory and utilization are compared coarsely, because 3 MiB are no reason to prefer a device.  This module claims
 nothing: see lock.
 """
@@ -285,26 +286,28 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
     *nodes* counts the eligible devices of each NUMA node.
     """
     request, used, free = terms.request, memory_in_use(device), free_memory(device)
-    nothing_known, last = free is None, len(terms.preferred)
+    of_host, last = bool(device.memory_shared_with_host), len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
+    # The memory of a host is large, and slow beside a GPU's own.
+    first = free is None, preferred, of_host
     if request.strategy == "first":
-        return nothing_known, preferred, device.index
+        return *first, device.index
     load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
     if request.share:
         # Of equally idle devices take one that is shared already, so that whole devices stay whole.
         sharing = terms.sharing_of(device)
         left, unshared = (memory_left(device, sharing) or 0) // _GRAIN, not sharing.count
         in_pack, spread = (unshared, left, *load), (*load, unshared, -left)
-        return nothing_known, preferred, *(in_pack if request.strategy == "pack" else spread)
+        return *first, *(in_pack if request.strategy == "pack" else spread)
     # The memory in use on an idle device differs by some MiB from day to day.  Such a device counts as empty, so that
     # noise never decides.
-    is_empty = used is not None and used <= idle_limit(device, request.tolerance)
+    is_empty = used is not None and used <= idle_limit(device, request.tolerance) and not of_host
     room = ((device.memory_total if is_empty else None) or free or 0) // _GRAIN
     if request.strategy == "pack":
         crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
-        return nothing_known, preferred, room, *load, crowd
+        return *first, room, *load, crowd
     in_use, has_no_list, others = occupancy(device, terms)
-    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list, others
+    return *first, load[0], in_use, -room, load[1], has_no_list, others
 
 
 def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:

@@ -239,6 +239,41 @@ def test_a_gpu_that_sleeps_comes_after_one_that_is_known_to_be_empty():
     assert [device.index for device in choose(machine, Request(), {}).eligible] == [0, 1]
 
 
+OF_HOST = a_device(
+    memory_shared_with_host=True, memory_total=120 * GIB, memory_free=30 * GIB, memory_used=0, memory_reserved=None
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({}, None),
+        ({"min_free": 20 * GIB}, None),
+        ({"min_free": 40 * GIB}, "only 30.0GiB free"),
+        ({"share": True, "memory": 20 * GIB}, None),
+        ({"share": True, "memory": 40 * GIB}, "only 30.0GiB left"),
+    ],
+)
+def test_of_the_hosts_memory_a_job_can_have_what_is_free(asked, text):
+    said = reasons(OF_HOST, Request(**asked))
+
+    assert said == [] if text is None else text in said[0]
+
+
+def test_a_gpu_with_the_hosts_memory_is_busy_by_its_processes_and_not_by_the_use_of_the_host():
+    assert reasons(replace(OF_HOST, processes=(BOB,), memory_used=41 * GIB))[0].startswith("41.0GiB used by bob")
+    assert reasons(replace(OF_HOST, memory_used=None)) == []
+
+
+@pytest.mark.parametrize("strategy", ["spread", "pack", "first"])
+def test_a_gpu_with_memory_of_its_own_comes_first_unless_the_user_prefers_another(strategy):
+    machine = a_snapshot(OF_HOST, a_device(1, memory_total=8 * GIB))
+    order = [device.index for device in choose(machine, Request(strategy=strategy), {}).eligible]
+
+    assert order == [1, 0]
+    assert chosen(machine, Request(strategy=strategy, prefer=("0",))) == [0]
+
+
 def test_a_claim_that_has_ended_takes_nothing():
     assert claimed_by([a_claim_record(alive=False)], now=0) == {}
 

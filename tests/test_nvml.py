@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_nvml import (
     ABORT,
@@ -310,7 +311,10 @@ def test_the_comparison_notices_a_list_that_differs(fake: FakeNvml) -> None:
 DEVICES = 8
 BOTH_WAYS = """
 from dataclasses import replace
+import psutil
 from gpuguard.backends import nvml_calls
+host = psutil.virtual_memory()  # where a GPU has no memory of its own, it has the host's, which moves
+psutil.virtual_memory = lambda: host
 def looked(ahead):
     nvml.SLOW_SECONDS = -1.0
     fake.reset_calls()
@@ -532,6 +536,39 @@ def test_a_device_in_no_fabric_is_asked_for_it_once(fake: FakeNvml) -> None:
     )
 
     assert calls["nvmlDeviceGetGpuFabricInfoV"] == 8
+
+
+def test_a_gpu_without_memory_of_its_own_has_what_the_host_can_still_give(fake: FakeNvml) -> None:
+    fake.become_gb10(2)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        fake.add_process(2, os.getpid(), 3 * GIB)
+        fake.add_process(2, other.pid, 2 * GIB)
+        whole, memory = sampled(fake), sampled(fake, "{MEMORY}")
+        other.kill()
+    device, discrete = whole.devices[2], whole.devices[3]
+    host = psutil.virtual_memory()
+
+    assert (device.name, device.problems, device.integrated, device.memory_shared_with_host) == (
+        "NVIDIA GB10", (), True, True,
+    )  # fmt: skip
+    assert (device.memory_total, device.memory_used, device.memory_reserved) == (host.total, 5 * GIB, None)
+    assert device.memory_free is not None and 0 < device.memory_free < host.total
+    assert [process.memory_used for process in device.processes or ()] == [3 * GIB, 2 * GIB]
+    assert (discrete.integrated, discrete.memory_shared_with_host) == (False, False)
+    assert (memory.devices[2].memory_total, memory.devices[2].memory_used) == (host.total, None)
+    assert gaps_of(memory, memory.devices[2])["memory_used"] == "its memory is the host's"
+
+
+@pytest.mark.parametrize("fault", ["unknown memory", "no list"])
+def test_what_processes_use_of_the_hosts_memory_is_unknown_unless_all_of_it_is_told(fake: FakeNvml, fault: str) -> None:
+    fake.become_gb10(0)
+    fake.add_process(0, os.getpid(), -1 if fault == "unknown memory" else GIB)
+    if fault == "no list":
+        fake.fail("nvmlDeviceGetComputeRunningProcesses_v3", NOT_SUPPORTED, device=0)
+    snapshot = sampled(fake, "VERIFY_FIELDS")
+
+    assert snapshot.devices[0].memory_used is None
+    assert "memory_used" in gaps_of(snapshot, snapshot.devices[0])
 
 
 def test_pending_page_retirement_of_an_older_device_is_a_problem(fake: FakeNvml) -> None:

@@ -25,6 +25,7 @@ from builders import (
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, ClaimRecord, Device, ProcessStat, Subject
+from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.thresholds import (
     HealthRule,
@@ -37,7 +38,16 @@ from gpuguard.policies.thresholds import (
     UtilizationRule,
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule, slopes
-from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse, ValueSeries, device_subject, key_of
+from gpuguard.policies.view import (
+    HostUse,
+    MachineUse,
+    RuleView,
+    UserUse,
+    ValueSeries,
+    device_subject,
+    index_sample,
+    key_of,
+)
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -190,6 +200,29 @@ def test_the_memory_of_a_device_is_nobodys_fault_in_particular():
     (finding,) = found(MemoryRule(parse_memory_amount("90%"), per="device"), device)
     assert finding.subject == device_subject(device)
     assert finding.processes == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "judged"),
+    [
+        (MemoryRule(parse_memory_amount("10GiB")), True),
+        (MemoryRule(parse_memory_amount("10GiB"), per="device"), True),
+        (MemoryRule(parse_memory_amount("10%")), False),
+        (MemoryRule(parse_memory_amount("10%"), per="device"), False),
+        (ExpressionRule(parse_expression("memory_used > 10GiB")), True),
+        (ExpressionRule(parse_expression("device_memory_free < 70GiB")), False),
+        (ExpressionRule(parse_expression("device_memory_total > 1GiB")), False),
+    ],
+)
+def test_how_much_memory_the_host_has_is_no_breach_of_any_user(rule, judged):
+    device = a_device(memory_used=20 * GIB, processes=(a_process(memory_used=20 * GIB),))
+    shared = replace(device, memory_shared_with_host=True)
+
+    assert list(rule.check(index_sample(RuleView(a_snapshot(device))).view))
+    assert bool(list(rule.check(index_sample(RuleView(a_snapshot(shared))).view))) == judged
+    assert rule.needs.memory_size != judged
+    gaps = index_sample(RuleView(a_snapshot(shared))).gaps[device.uuid]
+    assert gaps == dict.fromkeys(("memory_total", "memory_free"), "its memory is the host's")
 
 
 def test_a_divided_device_is_not_judged_beside_its_instances():

@@ -10,8 +10,10 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.policy import Exemption, KeptMark, Scope, absent, is_within, on_enough_devices
+from gpuguard.policies.policy import Exemption, KeptMark, Scope, absent, is_within, on_enough_devices, unjudged
+from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, reach_of
+from gpuguard.units import parse_memory_amount
 
 ALICE, BOB = 1001, 1002
 SINCE_BOOT = 1000.0  # start_time of a_process()
@@ -373,6 +375,18 @@ def test_k_of_n_for_devices_is_counted_by_their_claims():
     judgement = judged(a_policy("warn", rules=(Devices(80),), devices_at_least=2), *devices, claims=claims)
 
     assert [verdict.finding.subject.device for verdict in judgement.verdicts] == [a_uuid(0), a_uuid(1)]
+
+
+def test_a_policy_that_cannot_judge_the_memory_of_a_gpu_says_so():
+    machine = a_snapshot(a_device(0), a_device(1, memory_shared_with_host=True))
+    in_percent, in_bytes = (
+        replace(a_policy(), rules=(MemoryRule(parse_memory_amount(above)),)) for above in ("90%", "9GiB")
+    )
+
+    assert list(unjudged(in_percent, machine)) == [
+        "p: the memory of GPU 1 is the host's, so its size and what is free of it are not judged"
+    ]
+    assert list(unjudged(in_percent, a_snapshot(a_device()))) == list(unjudged(in_bytes, machine)) == []
 
 
 def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_reaches_none_further():

@@ -317,7 +317,7 @@ def test_what_a_job_leaves_in_the_log_stays_english(node):
         (["top", "--once"], ("2 块 GPU", "空闲", "没有进程")),
         (["queue"], ("队列中",)),
         (["query", "--help-query"], ("GPU 的字段", "产品的正式名称")),
-        (["policy", "rules", "memory"], ("驱动没有给出的显存不计算在内。", "键：above (如 40GiB、90% 或 share，必需)")),
+        (["policy", "rules", "memory"], ("驱动未报告的显存不计入", "键：above (如 40GiB、90% 或 share，必需)")),
         (["report", "--by", "claim"], ("按占用统计的 GPU 时间", "没有占用结束")),
         (["policy", "explain", str(ROOT / "examples" / "policies" / "lab.yaml")], ("GPU 被占用", "演练：")),
     ],

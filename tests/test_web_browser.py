@@ -223,13 +223,16 @@ def test_a_driver_that_fails_is_said_as_text(tmp_path, browser):
 
 
 @pytest.mark.parametrize(
-    ("spec", "cards", "legend"), [("1xA100-40GB:mig=3g.20gb,3g.20gb", 3, 4), ("64xRTX4090", 64, 65)]
+    ("spec", "cards", "legend"),
+    [("1xA100-40GB:mig=3g.20gb,3g.20gb+1xMI300X:partition=dpx+1xStrixHalo", 7, 8), ("64xRTX4090", 64, 65)],
 )
 def test_every_device_has_a_card_and_a_line(tmp_path, browser, spec, cards, legend):
     with a_page(a_node(tmp_path, spec)) as port, a_tab(browser, port, viewport=PHONE) as tab:
         tab.wait_for_selector("#chart .u-legend")
 
         assert tab.locator(".card").count() == cards
+        assert not any(text.startswith(("NVIDIA", "AMD")) for text in tab.locator(".card .model").all_text_contents())
+        assert tab.locator(".card", has_text="memory (host's)").count() == spec.count("StrixHalo")
         assert tab.locator("#chart .u-series").count() == legend
         assert fits(tab)
 

@@ -19,6 +19,7 @@ from gpuguard.backends.nvml_calls import (
     INVALID_ARGUMENT,
     NEVER,
     NOT_FOUND,
+    NOT_SUPPORTED,
     CallResult,
     Keep,
     Rates,
@@ -70,6 +71,7 @@ _KINDS = {("compute",): "compute", ("graphics",): "graphics", ("compute", "graph
 
 
 _ECC_IS_OFF = sentence("driver.ecc_is_off", "ECC is off")
+_OF_HOST = sentence("driver.memory_of_host", "its memory is the host's")
 _FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
 _NO_LINK = sentence("nvml.no_link", "no link tells")
 
@@ -210,13 +212,16 @@ def read_memory(reading: Reading) -> None:
     """Read all memory_* fields, or none of them."""
     answer = memory_of(reading)
     reading.fault("nvmlDeviceGetMemoryInfo", answer)
+    if answer.code == NOT_SUPPORTED:
+        _read_host_memory(reading)
+        return
     if not answer.code:
         memory = answer.value
         reserved = getattr(memory, "reserved", None)
         parts = {"total": memory.total, "used": memory.used, "free": memory.free}
         if _fits(reserved=reserved or 0, **parts):
             reading.values.update({f"memory_{name}": value for name, value in parts.items()})
-            reading.values["memory_shared_with_host"] = False
+            _set_shared(reading, shared=False)
             if reserved is None:
                 counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
                 reading.gap("memory_reserved", counted)
@@ -231,8 +236,39 @@ def read_memory(reading: Reading) -> None:
             "the memory of the GPU cannot be checked against it: {reason}",
             reason=answer.reason,
         )
-    for name in model.GROUPED_FIELDS[model.MEMORY]:
+    for name in (*model.GROUPED_FIELDS[model.MEMORY], *(("integrated",) if model.MODEL in reading.fields else ())):
         reading.gap(name, answer.reason)
+
+
+def _read_host_memory(reading: Reading) -> None:
+    """Read the memory of a GPU that has none of its own: GB10 and Jetson, whose memory calls are not supported.
+
+    A job can have what the host can still give.  What is in use there is known of processes on the GPU alone, and added
+    up when those have been read: see _add_up_use().
+    """
+    import psutil  # not above, because only these devices need it
+
+    host = psutil.virtual_memory()
+    reading.values.update(memory_total=host.total, memory_free=host.available)
+    _set_shared(reading, shared=True)
+    reading.gap("memory_reserved", _OF_HOST)
+
+
+def _set_shared(reading: Reading, *, shared: bool) -> None:
+    """Note whose memory it is: where it is the host's, the GPU is a part of the CPU."""
+    reading.values["memory_shared_with_host"] = shared
+    if model.MODEL in reading.fields:
+        reading.values["integrated"] = shared
+
+
+def _add_up_use(reading: Reading) -> None:
+    """Set memory_used of a device that shares the host's memory to that of its processes, if all of it is known."""
+    rows = reading.values.get("processes") if reading.values.get("processes_plausible") else None
+    amounts = [None] if rows is None else [row.memory_used for row in rows if not row.ended]
+    if None in amounts:
+        reading.gap("memory_used", _OF_HOST)
+    else:
+        reading.values["memory_used"] = sum(amounts)
 
 
 def _fits(total: int, used: int, free: int, reserved: int) -> bool:
@@ -604,3 +640,5 @@ def read(reading: Reading, readers: Mapping[str, Callable[[Reading], object]] = 
     for group in ROWS:
         if group in reading.fields:
             read_rows(reading, group)
+    if reading.values.get("memory_shared_with_host"):
+        _add_up_use(reading)

@@ -42,7 +42,7 @@ from gpuguard.model import Event, EventKind, EventOutcome, Snapshot
 from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.targets import Email
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
-from gpuguard.policies.policy import Judgement, absent
+from gpuguard.policies.policy import Judgement, absent, unjudged
 from gpuguard.policies.rules import needs_of
 from gpuguard.policy_files import last_good
 from gpuguard.policy_files.loader import PolicyFile, load_in_time, parse
@@ -164,7 +164,7 @@ class Daemon:
         self._last_good: PolicyFile | None = None
         self._state = os.path.dirname(store_path(directory))
         self._unknown: tuple[str, ...] = ()  # names in the file that mean no user any more, as last reported
-        self._absent: tuple[str, ...] = ()  # names in the policies that mean no GPU here, as last reported
+        self._absent: tuple[str, ...] = ()  # what in the policies fits no GPU here, as last reported
         self._published, self._published_at = True, 0.0
         self._jobs_seen = JobsSeen()
         self._lost = 0, 0.0  # how many events the log could not take, and the time of the first
@@ -412,8 +412,12 @@ class Daemon:
             self._reload(quiet=True)
 
     def _look_for_devices(self) -> None:
-        """Report once the devices that the policies name and this machine does not have."""
-        found = tuple(text for policy in self.watchdog.policies for text in absent(policy, self.last))
+        """Report once the devices that the policies name and this machine does not have, or that they cannot judge."""
+        found = tuple(
+            text
+            for policy in self.watchdog.policies
+            for text in (*absent(policy, self.last), *unjudged(policy, self.last))
+        )
         if self.last.devices and found != self._absent:
             self._absent = found
             self._log("policy", "devices unknown" if found else "devices known", all_of(found) or None)

@@ -21,6 +21,7 @@ from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import Sentence, plain
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
+from gpuguard.vendors import NVIDIA
 
 DEPTH = 32  # of an answer: `who --json` has 6
 ROWS = 4096  # of a list; one of a million would hold up the answers of all other hosts
@@ -68,10 +69,12 @@ class HostDevice:
     parent_uuid: str | None = None
     mig_profile: str | None = None
     name: str | None = None
+    vendor: str = NVIDIA.name  # older ones do not say it
     state: str | None = None
     exact_state: str | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
+    memory_shared_with_host: bool | None = None
     utilization_percent: float | None = None
     claims: tuple[HostClaim, ...] = ()
     processes: tuple[HostProcess, ...] | None = None
@@ -87,8 +90,10 @@ class HostDevice:
             parent_uuid=self.parent_uuid,
             mig_profile=self.mig_profile,
             gpu_instance_id=int(instance) if instance.isdecimal() else None,
+            vendor=self.vendor,
             memory_used=self.memory_used_bytes,
             memory_total=self.memory_total_bytes,
+            memory_shared_with_host=self.memory_shared_with_host,
             utilization=self.utilization_percent,
         )
 

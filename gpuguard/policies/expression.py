@@ -163,6 +163,7 @@ NAMES: dict[str, Name] = {
     ),
 }
 NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # the names that need RuleView.host
+_NAMES_OF_SIZE = frozenset({"device_memory_total", "device_memory_free"})
 
 LONGEST = 1000  # characters of an expression
 MOST = 200  # words
@@ -631,7 +632,11 @@ class ExpressionRule(Rule):
     @property
     def needs(self) -> RuleNeeds:
         """The field groups and the facts of the host that its names need."""
-        return RuleNeeds(_groups_of(self.expr.names), host=not NAMES_OF_HOST.isdisjoint(self.expr.names))
+        return RuleNeeds(
+            _groups_of(self.expr.names),
+            host=not NAMES_OF_HOST.isdisjoint(self.expr.names),
+            memory_size=not _NAMES_OF_SIZE.isdisjoint(self.expr.names),
+        )
 
     @property
     def reaches(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from gpuguard.device_state import device_title
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
@@ -522,6 +523,18 @@ def absent(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
                 yield sentence(
                     "policy.no_such_model", "{policy}: no model here is {model}", policy=policy.name, model=name
                 )
+
+
+def unjudged(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
+    """Yield why *policy* does not judge some devices: it is about their memory, which is the host's."""
+    shared = [device_title(device) for device in snapshot.devices if device.memory_shared_with_host]
+    if shared and any(rule.needs.memory_size for rule in policy.rules):
+        yield sentence(
+            "policy.memory_of_host",
+            "{policy}: the memory of {gpus} is the host's, so its size and what is free of it are not judged",
+            policy=policy.name,
+            gpus=", ".join(shared),
+        )
 
 
 def _is_device(device: Device, text: str, unknown: bool) -> bool:

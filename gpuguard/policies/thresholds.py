@@ -61,7 +61,7 @@ class MemoryRule(Rule):
     per: process, user (all processes of a user on the GPU), claim (all its processes on one of its GPUs), or
         device (then it is no user's fault in particular: no action on a process follows).
 
-    Memory that the driver does not tell is not counted.
+    Memory that the driver does not tell is not counted, and percent of memory that is the host's are not judged.
 
         when: {memory: {above: 90%, per: user}}
     """
@@ -75,6 +75,11 @@ class MemoryRule(Rule):
 
     above: Annotated[Amount, parse_memory_amount]
     per: Literal["process", "user", "claim", "device"] = "process"
+
+    @property
+    def needs(self) -> RuleNeeds:
+        """How much memory a GPU has, for percent of it."""
+        return RuleNeeds(memory_size=self.above.relative)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Return a finding for each subject whose use is above the limit."""

@@ -122,6 +122,8 @@ class ForecastRule(Rule):
         by which the memory is full in time.  One jump reaches 56% at most.
     per: device (no action on a process follows) or process (full by the growth of that process alone).
 
+    A GPU that shares the host's memory is not judged.
+
         when: {forecast: {full_within: 15m, confidence: 90%}}
     """
 
@@ -135,7 +137,7 @@ class ForecastRule(Rule):
     @property
     def needs(self) -> RuleNeeds:
         """The series of memory in use, as far back as the window."""
-        return RuleNeeds(past=(("memory_used", self.over),))
+        return RuleNeeds(past=(("memory_used", self.over),), memory_size=True)
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Return a finding for each subject by whose trend memory will be full soon."""

@@ -19,13 +19,14 @@ from typing import Any, ClassVar, Protocol
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
 from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
-from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject
+from gpuguard.model import ClaimRecord, Device, Finding, Gap, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.units import Amount
 
 _DEBUGGED = sentence("process.debugged", "being debugged")
 _NOTEBOOK, _ON_TERMINAL = sentence("process.notebook", "a notebook"), sentence("process.on_terminal", "on a terminal")
 _GPU_MISSING = sentence("sample.gpu_missing", "the GPU is missing from the sample")
+_OF_HOST = sentence("driver.memory_of_host", "its memory is the host's")
 _NO_LIST = sentence("sample.no_process_list", "the driver gives no list of processes")
 _IMPLAUSIBLE_LIST = sentence("sample.implausible_list", "the list of processes is not plausible")
 
@@ -126,6 +127,23 @@ def without_pauses(view: RuleView) -> RuleView:
         process: replace(view.host[process], cpu=None, network=None) for process in view.paused & view.host.keys()
     }
     return replace(view, snapshot=replace(view.snapshot, devices=tuple(devices)), host={**view.host, **resting})
+
+
+def without_host_memory(view: RuleView) -> RuleView:
+    """Return *view* with the size of a GPU's memory, and what is free of it, as unknown where they are the host's.
+
+    Otherwise programs that use no GPU could bring about a breach.
+    """
+    snapshot = view.snapshot
+    shared = [device.uuid for device in snapshot.devices if device.memory_shared_with_host]
+    if not shared:
+        return view
+    devices = tuple(
+        replace(device, memory_total=None, memory_free=None) if device.memory_shared_with_host else device
+        for device in snapshot.devices
+    )
+    gaps = tuple(Gap(uuid, name, _OF_HOST) for uuid in shared for name in ("memory_total", "memory_free"))
+    return replace(view, snapshot=replace(snapshot, devices=devices, gaps=(*snapshot.gaps, *gaps)))
 
 
 def key_of(subject: Subject) -> str:
@@ -266,6 +284,7 @@ class SampleIndex:
 
 def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     """Lay out one sample."""
+    view = without_host_memory(view)
     snapshot = view.snapshot
     processes: dict[ProcessIdentity, dict[str, GpuProcess]] = {}
     territory: dict[int, set[str]] = {}
@@ -451,6 +470,7 @@ class RuleNeeds:
     scheduler: bool = False  # RuleView.scheduled
     gpu_seconds: tuple[float, ...] = ()  # the windows of RuleView.gpu_seconds, in seconds
     claims: bool = False  # it finds less if no claims are known; the daemon always reads them
+    memory_size: bool = False  # it judges by how much memory a GPU has or has free, unless that is the host's
 
 
 @dataclass(frozen=True)

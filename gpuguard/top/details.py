@@ -94,6 +94,7 @@ def _of_device(device: Device) -> list[list[Pair]]:
     return [
         [
             (_("memory"), f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}"),
+            (_("shared with the host"), _switch(device.memory_shared_with_host)),
             (_("reserved"), format_bytes(device.memory_reserved)), ("MBW", _percent(device.memory_utilization)),
         ],
         [

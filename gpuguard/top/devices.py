@@ -251,6 +251,7 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
 def _unusual(device: Device) -> list[str]:
     """Return remarks that a user should know before they start a job on the device."""
     words = [_("exclusive")] if device.compute_mode == "exclusive_process" else []
+    words += [_("memory shared with the host")] if device.memory_shared_with_host else []
     if device.ecc_uncorrected_volatile:
         words.append(_("ECC errors: {count}").format(count=device.ecc_uncorrected_volatile))
     return words

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpuguard.device_state import model_name
-from gpuguard.locale import N_
+from gpuguard.locale import N_, _
 from gpuguard.model import DEVICE_FIELDS, Device
 from gpuguard.sanitize import neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_rounded
@@ -50,7 +50,8 @@ class DeviceColumn:
 
 def _memory(device: Device) -> str | None:
     known = device.memory_used is not None or device.memory_total is not None
-    return f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}" if known else None
+    host = _(" (host)") if device.memory_shared_with_host else ""
+    return f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}{host}" if known else None
 
 
 def _pstate(device: Device) -> str | None:

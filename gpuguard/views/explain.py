@@ -101,6 +101,7 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     facts += [
         _("free memory unknown") if free is None else _("{memory_free} free").format(memory_free=format_bytes(free))
     ]
+    facts += [_("memory shared with the host")] if device.memory_shared_with_host else []
     facts += [_("asleep: it wakes when a job uses it")] if device.asleep else []
     sharing = _sharing(device, choice)
     if sharing.count:

@@ -186,6 +186,7 @@ class FrameFeed:
         content = who.to_json(snapshot, uses, age=age)
         content |= {
             "line": queue.to_json(state, site)["places"],
+            "models": {device.uuid: device_state.model_name(device) for device in snapshot.devices if device.name},
             "unknown": who.gap_lines(snapshot),
             "events": self._events({device.uuid: device.label for device in snapshot.devices}),
             **self._policy_findings(age),

@@ -152,16 +152,16 @@
   }
   function card(device, seen) {
     const name = `card-${device.uuid}`, exact = device.exact_state;
-    const full = device.memory_total_bytes ? 100 * device.memory_used_bytes / device.memory_total_bytes : null;
+    const used = device.memory_used_bytes, full = used != null && device.memory_total_bytes ? 100 * used / device.memory_total_bytes : null;
     const heat = device.temperature_celsius, watts = device.power_draw_watts, limit = device.power_limit_watts;
-    const model = [(device.name ?? word("unknown")).replace("NVIDIA ", ""), !UNITS.isUnknown(heat) && number(heat, "\u00a0°C"),
+    const model = [seen.models[device.uuid] ?? word("unknown"), !UNITS.isUnknown(heat) && number(heat, "\u00a0°C"),
       !UNITS.isUnknown(watts) && (limit ? word("watts", number(watts, ""), number(limit, "\u00a0W")) : number(watts, "\u00a0W"))];
     const flow = seen.throughput && seen.throughput[device.uuid];
     return make("article", { class: `card ${exact}`, "data-key": device.uuid, "aria-labelledby": name },
       make("h3", { id: name }, link({ gpu: device.label }, deviceName(device)), " ", make("span", { class: `state ${exact}` }, state(exact))),
       make("p", { class: heat >= 88 ? "model hot" : "model", title: device.uuid }, model.filter(Boolean).join(" · ")),
       exact !== "divided" && [
-        meter(word("memory"), full, word("meter", size(device.memory_used_bytes), size(device.memory_total_bytes)), 90, 98),
+        meter(device.memory_shared_with_host ? word("host_memory") : word("memory"), full, word("meter", size(used), size(device.memory_total_bytes)), 90, 98),
         meter(word("utilization"), device.utilization_percent, number(device.utilization_percent, "%"), 101, 101),
         spark(device, seen.taken_at)],
       flow && make("p", { class: "flow" }, word("pcie", rate(flow.received), rate(flow.sent))),

@@ -206,6 +206,14 @@ class FakeNvml:
         """No process on that device any more."""
         self._state.devices[device].process_count = 0
 
+    def become_gb10(self, device: int) -> None:
+        """Let a device answer as the GPU of a DGX Spark does, which has the host's memory."""
+        self.devices[device].name = "NVIDIA GB10"
+        self.devices[device].bus_id = "0000000F:01:00.0"
+        calls = ("MemoryInfo", "MemoryInfo_v2", "EnforcedPowerLimit", "RemappedRows", "FanSpeed")
+        for call in calls:
+            self.fail(f"nvmlDeviceGet{call}", NOT_SUPPORTED, device)
+
     def add_mig(self, device: int, profile: str, gi: int, ci: int = 0, memory_used: int = 13 * MIB) -> str:
         """Divide a device: adds one instance such as ``"3g.40gb"`` and returns its uuid."""
         state = self._state.devices[device]
