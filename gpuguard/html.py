@@ -65,11 +65,12 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _device_row(device: Device, claims: Sequence[ClaimRecord]) -> list[str]:
+    host = " (host)" if device.memory_shared_with_host else ""
     users = dict.fromkeys(claim.user for claim in claims if device.uuid in claim.devices)
     return [
         f"{device.label} {device.mig_profile or ''}".strip(),
         device.name or NOT_AVAILABLE,
-        f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}",
+        f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}{host}",
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "°C"),
         format_rounded(device.power_draw, "W"),

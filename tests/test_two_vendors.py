@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,16 @@ from nodes import Gpuguard, a_user, change, start
 from gpuguard.backends import open_backend, parts_of, simulated_node
 from gpuguard.backends.client import open_worker
 from gpuguard.backends.merged import MergedBackend
+from gpuguard.device_state import uses
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import HEALTH, SELECT_FIELDS, WHO_FIELDS, Snapshot
+from gpuguard.model import ALL_FIELDS, HEALTH, SELECT_FIELDS, WHO_FIELDS, Snapshot
+from gpuguard.request import Request
+from gpuguard.select import choose, not_enough
+from gpuguard.top.details import details
+from gpuguard.top.page import page
+from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.vendors import AMD, INTEL, NVIDIA, VENDORS
+from gpuguard.views import explain, who
 
 GIB = 2**30
 
@@ -231,6 +238,63 @@ def test_who_explain_and_metrics_show_both(gpuguard, name):
     assert [(device["index"], device["vendor"]) for device in who["devices"]] == [row[:2] for row in BOTH]
     assert [f'index="{index}"' in metrics for index in range(4)] == [True] * 4
     assert "GPU 2  ELIGIBLE  choice 2, 192.0GiB free" in gpuguard("explain", "--backend", name).stdout
+
+
+ALL_KINDS = "1xRTX4090+1xMI300X:partition=dpx+1xArc-B60+1xStrixHalo"
+
+
+def screens(place: str, spec: str, groups: Collection[str] = ALL_FIELDS) -> dict[str, str]:
+    """What people see of a simulated node: the screen of each command in which a row is a device."""
+    snapshot = start(place, spec).sample(groups)
+    found, request = uses(snapshot), Request(2)
+    scene, history = Scene(snapshot, found), History()
+    history.add(scene)
+    pages = [
+        page(scene, history, ScreenView(mode=mode), width, 90) for mode in ("full", "compact") for width in (80, 200)
+    ]
+    choice = choose(snapshot, request, {})
+    return {
+        "who": "\n".join(who.to_text(snapshot, found)),
+        "explain": "\n".join(explain.to_text(snapshot, request, choice)),
+        "refused": str(not_enough(snapshot, Request(99), choose(snapshot, Request(99), {}))),
+        "top": "\n".join([line.text for lines in pages for line in lines] + [details(scene, found, None)]),
+        "notebook": snapshot._repr_html_(),
+    }
+
+
+def test_no_screen_of_a_node_with_gpus_of_amd_has_the_words_of_another_vendor(tmp_path):
+    shown = screens(str(tmp_path / "amd"), "2xMI300X:partition=cpx+2xMI210")
+
+    assert [
+        (name, word) for name, text in shown.items() for word in ("MIG", "CUDA", "NVIDIA", "Intel") if word in text
+    ] == []
+    assert [name for name, text in shown.items() if "0.7" not in text and name != "refused"] == []
+    assert "partition 0.7 (cpx)  ELIGIBLE" in shown["explain"]
+    assert "MIG" in screens(str(tmp_path / "nvidia"), "1xH100-80GB:mig=3g.40gb")["top"]
+    assert "2 whole GPUs and 16 partitions: one job cannot use both kinds" in shown["refused"]
+
+
+def test_every_screen_shows_the_devices_of_each_vendor_with_their_marks(tmp_path):
+    shown = screens(str(tmp_path / "mixed"), ALL_KINDS)
+
+    assert "64.0GiB (host)" in shown["notebook"]
+    for name in ("who", "top"):
+        for model in ("GeForce RTX 4090", "Instinct MI300X dpx", "Arc Pro B60", "Radeon 8060S"):
+            assert model in shown[name], (name, model)
+    assert "64.0GiB (host)" in shown["who"]
+    assert "memory shared with the host" in shown["top"] and "memory shared with the host" in shown["explain"]
+
+
+def test_a_gpu_that_sleeps_is_free_on_every_screen_and_for_a_job(tmp_path, gpuguard):
+    place = str(tmp_path / "node")
+    start(place, "1xMI210+1xArc-B60")
+    gpuguard("sim", "set", "--device", "all", "--asleep")
+    ran = gpuguard("run", "-n", "1", "--min-free", "20GiB", "--", "true")
+
+    assert ran.returncode == 0, ran.stderr
+    assert gpuguard("who").stdout.count("free, asleep") == 2
+    assert gpuguard("explain").stdout.count("asleep: it wakes when a job uses it") == 2
+    assert gpuguard("top", "--once").stdout.count("free, asleep") == 2
 
 
 def test_a_policy_judges_the_devices_of_both(gpuguard, name, places, tmp_path):
