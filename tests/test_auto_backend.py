@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import a_device, a_snapshot
@@ -249,13 +250,17 @@ class Worker:
         pass
 
 
+def merged(*workers: Any) -> MergedBackend:
+    return MergedBackend(",".join(worker.name for worker in workers), workers)
+
+
 AMD2 = tuple(a_device(i, uuid=f"GPU-{i:016x}", vendor="amd", name="AMD Instinct MI300X", ordinal=i + 1) for i in (0, 1))
 ARC = a_device(0, uuid="PCI-0000-04-00-0", vendor="intel", name="Intel Arc B580")
 MISMATCH = "the driver was updated: reboot."
 
 
 def test_the_devices_of_several_vendors_stand_in_one_order_and_keep_the_numbers_that_their_backend_gives():
-    snapshot = MergedBackend("intel,amd,nvml", [Worker("intel", ARC), Worker("amd", *AMD2), Worker("nvml", a_device())])
+    snapshot = merged(Worker("intel", ARC), Worker("amd", *AMD2), Worker("nvml", a_device()))
     found = [(device.index, device.vendor, device.number) for device in snapshot.sample(()).devices]
 
     assert found == [(0, "nvidia", 0), (1, "amd", 1), (2, "amd", 2), (3, "intel", 0)]
@@ -267,7 +272,7 @@ def test_the_devices_that_were_never_read_keep_their_places(tree, monkeypatch):
     folders = auto.gpu_folders
     monkeypatch.setattr(auto, "gpu_folders", lambda vendor: folders(vendor, str(tree.root)))
     broken = Worker("nvml", fault=MISMATCH)
-    snapshot = MergedBackend("nvml,amd", [broken, Worker("amd", *AMD2)]).sample(())
+    snapshot = merged(broken, Worker("amd", *AMD2)).sample(())
 
     assert [(device.index, device.number) for device in snapshot.devices] == [(2, 1), (3, 2)]
     assert snapshot.gaps == (Gap(None, "nvidia devices", MISMATCH),)

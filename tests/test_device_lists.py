@@ -69,7 +69,9 @@ MACHINES: dict[str, tuple[Device, ...]] = {
 # The witnesses: (environment, devices of one vendor) -> the devices that a program of that vendor sees, in its order.
 
 
-def cuda_sees(environ: Mapping[str, str], devices: Sequence[Device], variable: str = "CUDA_VISIBLE_DEVICES"):
+def cuda_sees(
+    environ: Mapping[str, str], devices: Sequence[Device], variable: str = "CUDA_VISIBLE_DEVICES"
+) -> list[Device]:
     if variable not in environ:
         return list(devices)
     found: list[Device] = []
@@ -132,7 +134,7 @@ def level_zero_sees(environ: Mapping[str, str], cards: Sequence[Device | None]) 
         else:
             seen |= {place for place in flat if place[0] == int(card)}
     whole = [place for place in tiles if {(place, tile) for tile in range(tiles[place])} <= seen]
-    return [card for place in whole if (card := cards[place])]
+    return [device for place in whole if (device := cards[place])]
 
 
 def agents_of(devices: Sequence[Device]) -> list[Device]:
