@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gpuguard.api import claim, grab_gpus, select_devices, snapshot, who
     from gpuguard.backends import open_backend
     from gpuguard.claims.claim import Claim
+    from gpuguard.cli.submit.python import Job, submit
     from gpuguard.errors import (
         AlreadyClaimed,
         BackendError,
@@ -60,6 +61,7 @@ __all__ = [
     "GpuguardError",
     "ImpossibleRequest",
     "InvalidRequest",
+    "Job",
     "LockDirectoryError",
     "NotEnoughGpus",
     "Snapshot",
@@ -75,6 +77,7 @@ __all__ = [
     "ray",
     "select_devices",
     "snapshot",
+    "submit",
     "who",
 ]
 
@@ -84,6 +87,7 @@ _HOMES = {
     "training_log": ("collector",),
     "api": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
     "claims.claim": ("Claim",),
+    "cli.submit.python": ("Job", "submit"),
     "cli.notebook": ("load_ipython_extension",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
     "policy_files.loader": ("load_policies",),

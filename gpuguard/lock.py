@@ -132,6 +132,7 @@ class Allocator:
         self.backend, self.directory, self.requests = backend, directory, tuple(requests)
         self.environ, self.job, self.on_wait = environ, job or JobDetails(), on_wait
         self.outer = outer_claim(directory, environ)
+        self.met: Request | None = None  # the one of *requests* that acquire() has tried last: the claim is for it
         self._queued: WaitingRequest | None = None  # as soon as a request waits
         self._deadline: float | None = None  # monotonic
 
@@ -290,6 +291,7 @@ class Allocator:
                 taken = self._restricted(snapshot) | (answer.kept if answer else {})
                 ticket = answer.position.ticket if answer else None
                 for request in answer.startable if answer else requests:
+                    self.met = self._original(request, requests)
                     if (claim := self.lock_best(request, snapshot, taken, ticket)) is not None:
                         return claim
                 error = self._why_not_now(requests, snapshot, taken, answer)
@@ -318,9 +320,15 @@ class Allocator:
         ticket, taken = self._queued.ticket_of(requests), self._restricted(snapshot)
         is_alone = self.directory.count("ticket.") <= bool(self._queued.waiter)
         for request in requests if is_alone else [replace(way, max_gpus=None) for way in requests]:
+            self.met = self._original(request, requests)
             if claim := self.lock_best(request, snapshot, dict(taken), ticket, once=True):
                 return claim
         return None
+
+    def _original(self, request: Request, requests: Sequence[Request]) -> Request:
+        """Return the request of the caller that became *request*, as one of *requests*."""
+        alike = [request in (way, replace(way, max_gpus=None)) for way in requests]
+        return self.requests[alike.index(True)]
 
     def _why_not_now(
         self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None

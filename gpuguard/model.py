@@ -383,6 +383,7 @@ class ClaimRecord:
     slots: tuple[str, ...] = ()  # the slot locks that it says it holds, if it shares its devices
     most: int | None = None  # how many claims at most share a device, this one included
     max_processes: int | None = None  # how many processes of other users it accepts, as its record says
+    job: str | None = None  # of `gpuguard submit`, as its record says: "17.3"
     written: float | None = None  # unix time of the last change of its record, which the kernel vouches for
     # Rules do not treat it as a claim: no process has its lock open, or processes of several users have it open and
     # there is no record.

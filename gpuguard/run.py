@@ -80,6 +80,9 @@ SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 # has ended: Linux drivers/tty/tty_jobctrl.c, tty_signal_session_leader().
 HANG_UP = frozenset({signal.SIGHUP, signal.SIGCONT})
 
+END_LEFTOVERS = -1.0  # JobSettings.leftover: processes that the job leaves are ended
+LEFTOVER_SECONDS = 0.2  # between two looks whether they have ended
+
 GUARD_SECONDS = 60.0  # a job that ends so soon after an ending step of a policy was ended by it, whatever its exit code
 GRACE_SECONDS = 60.0  # between the signals that end a job
 
@@ -97,6 +100,7 @@ class JobSettings:
     isolation: Isolation | None = None  # where the job runs, or None: here; closed at the end
     leftover: float | None = None  # seconds for which processes that it leaves keep the claim, or None: the site's
     directory: LockDirectory | None = None  # of the claims; its daemon says what policies did to the job
+    on_end: Callable[[int, str | None], None] = lambda status, why: None  # called before the claim is released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,6 +460,7 @@ class JobSupervisor:
         if code:
             status, message = failure(self.program, int(code))
             self.notify(message)
+            self.settings.on_end(status, message)
             self.claim.release()
             ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome="could not be started", why=message)
             _log_end(self.claim, ended)
@@ -465,6 +470,12 @@ class JobSupervisor:
         if by_policy:
             self.notify(translated(by_policy))
         status, die_of = self.final_status()
+        why = by_policy
+        if self.escalation.why and not why:
+            why = sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
+        if self.settings.leftover == END_LEFTOVERS:
+            self.end_leftovers()
+        self.settings.on_end(status, why)
         drain = Drain(
             self.claim.devices,
             self.backend,
@@ -497,9 +508,6 @@ class JobSupervisor:
                     )
                 )
                 outcome = "interrupted"
-        why = None
-        if self.escalation.why:
-            why = sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
         ended = JobEnd(
             status=status,
             die_of=die_of,
@@ -509,15 +517,26 @@ class JobSupervisor:
             utilization=self.meter.utilization(),
             energy=self.meter.energy(),
             killed_by=self.killed_by,
-            why=by_policy or why,
+            why=why,
             policy=policy,
             remarks=tuple(self.surroundings.remarks) if self.surroundings else (),
         )
         _log_end(self.claim, ended, by_policy or self.escalation.why)
         return ended
 
+    def end_leftovers(self) -> None:
+        """End the processes that the job has left: SIGTERM, and SIGKILL a grace later."""
+        until = time.monotonic() + self.settings.grace
+        if signal_tree(signal.SIGTERM, self.family):
+            while self.family() and time.monotonic() < until:
+                signal.sigtimedwait({signal.SIGCHLD}, LEFTOVER_SECONDS)
+                self.reap()
+            kill_tree(self.reap, self.family)
+
     def leftover_seconds(self) -> float:
         """Return for how long processes that the job has left, and that use no device, keep the claim."""
+        if self.settings.leftover == END_LEFTOVERS:
+            return NEVER  # what SIGKILL has not ended yet
         if self.settings.leftover is not None:
             return self.settings.leftover
         try:

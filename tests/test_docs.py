@@ -125,7 +125,6 @@ ELSEWHERE = {
     "pip install": "packaging",
     "scripts/demo": "packaging",
     "gpuguard adopt": "adopt",
-    "gpuguard cancel": "cancel_command",
     "gpuguard completion": "completion",
     "gpuguard daemon": "daemon_command",
     "gpuguard deny": "restrictions",
@@ -137,7 +136,6 @@ ELSEWHERE = {
     "gpuguard schema": "json_schema",
     "gpuguard setup": "setup_command",
     "gpuguard slurm": "slurm_jobs",
-    "gpuguard submit": "slurm_cluster",
     "gpuguard wait": "wait_command",
     "gpuguard web": "web",
 }

@@ -167,6 +167,8 @@ DIAGNOSES = [
     ("environment", {"environ": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}, WARNING, "FASTEST_FIRST", "PCI_BUS_ID"),
     ("container", {"container": "docker", "lock_path": "/run/lock"}, WARNING,
      "docker", "-v /run/gpuguard:/run/gpuguard"),
+    ("logout", {"logout": "ends"}, WARNING, "at logout", "loginctl enable-linger"),
+    ("logout", {"logout": "needs a scope"}, OK, "stay, because yours linger", None),
     ("container", {"container": "docker"}, OK, "claims of the host", None),
     ("kernel", {"protected_regular": 1}, OK, "fs.protected_regular=1", None),
     ("kernel", {"protected_hardlinks": 0}, WARNING, "fs.protected_hardlinks=0", "sysctl -w fs.protected_hardlinks=1"),

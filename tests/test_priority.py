@@ -17,6 +17,7 @@ from gpuguard.queue import settings as linefile
 from gpuguard.queue import state
 from gpuguard.queue.priority import (
     PRIORITIES,
+    JobKeys,
     PriorityKeys,
     QueueRules,
     ReservationKeys,
@@ -234,6 +235,7 @@ patience: 10%
 bound: 90m
 priority: {everybody: low, high: [alice, 4711], low: [bob]}
 reservations: {devices: 1, longest: 2h, ahead: 3d, no_show: 5m}
+jobs: {waiting: 200, running: 8}
 leftover: 10m
 """
 
@@ -257,6 +259,7 @@ def test_every_key_is_read_in_its_unit():
         bound=5400.0,
         priority=PriorityKeys("low", high=(1001, 4711), low=(1002,)),
         reservations=ReservationKeys(devices=1, longest=7200.0, ahead=3 * 86400.0, no_show=300.0),
+        jobs=JobKeys(waiting=200, running=8),
         leftover=600.0,
     )
 
@@ -264,7 +267,9 @@ def test_every_key_is_read_in_its_unit():
 def test_the_example_has_every_key():
     words = EVERYTHING.decode()
 
-    assert all(f"{key.name}:" in words for noun in (QueueRules, PriorityKeys, ReservationKeys) for key in fields(noun))
+    assert all(
+        f"{key.name}:" in words for noun in (QueueRules, PriorityKeys, ReservationKeys, JobKeys) for key in fields(noun)
+    )
 
 
 def test_what_is_not_written_is_as_without_the_file():

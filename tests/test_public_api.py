@@ -14,7 +14,7 @@ MODEL = {
 }  # fmt: skip
 FUNCTIONS = {
     "grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend", "Watchdog", "load_policies",
-    "collector",
+    "collector", "submit", "Job",
 }  # fmt: skip
 MODULES = {"ray"}
 ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}

@@ -14,7 +14,7 @@ from nodes import GIB, a_user, eventually, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node
-from gpuguard.clusters.slurm_node import Job, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
+from gpuguard.clusters.slurm_node import NodeJob, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
 from gpuguard.daemon import service
 from gpuguard.daemon.service import Daemon, DaemonSettings
 from gpuguard.model import Event
@@ -118,7 +118,7 @@ def test_the_node_of_another_machine_and_an_answer_about_none_are_nothing():
     ],
 )
 def test_a_job_has_the_gpus_that_its_details_name(gres, expected):
-    assert jobs_on(a_job(gres), "n1") == (Job(frozenset({ALICE}), frozenset(expected)),)
+    assert jobs_on(a_job(gres), "n1") == (NodeJob(frozenset({ALICE}), frozenset(expected)),)
 
 
 @pytest.mark.parametrize("gres", [None, "gpu:2", "gpu:a100:2", "shard:2(1/8,0/8)", "gpu:1(IDX:0),mps:50"])
@@ -141,7 +141,7 @@ def test_what_a_job_has_on_other_nodes_is_not_here():
     elsewhere = "Nodes=n[2-3] CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:3)   "
     job = a_job("gpu:1(IDX:0)").replace("Nodes=n1", elsewhere + "Nodes=n1")
 
-    assert jobs_on(job, "n1") == (Job(frozenset({ALICE}), frozenset({0})),)
+    assert jobs_on(job, "n1") == (NodeJob(frozenset({ALICE}), frozenset({0})),)
     assert jobs_on(a_job(nodes="n[2-9]"), "n1") == ()
 
 

@@ -33,7 +33,7 @@ _FIELDS_OF = {
     ),
     "claim": (
         "alive pid since holders ends expected waited memory most max_processes written hidden",
-        "id uid user devices note command slots",
+        "id uid user devices note command slots job",
     ),
     "host": ("cpu memory network traced", "terminal"),
     "use": ("cpu memory", "user"),
@@ -74,6 +74,7 @@ class Mask:
             "conda_environment": lambda value: self._name("environment", value),
             "id": lambda value: f"{self._number('claim', value):08x}",
             "note": lambda value: self._name("note", value),
+            "job": lambda value: self._name("job", value),
             "slots": lambda value: [self._name("slot", slot) for slot in value],
             "terminal": lambda value: value and self._name("/dev/pts/masked", value),
         }

@@ -75,6 +75,7 @@ class JobDetails:
     expected: Callable[[], float | None] | None = None  # returns how many seconds it takes otherwise; called to wait
     priority: int = 0  # in the queue, see queue.priority.PRIORITIES
     waited: float | None = None  # seconds in the queue, which tell others how long requests wait
+    job: str | None = None  # of `gpuguard submit`: "17", or "17.3" for a task of it
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,17 @@ class Claim(Sequence[Device]):
             if lost:
                 raise ClaimLost(lost[0])
 
+    def hand_over(self) -> None:
+        """Close our descriptors and leave the claim to a forked process, which calls take_over()."""
+        with self._mutex:
+            self._pid = -1
+            self._release()
+
+    def take_over(self) -> None:
+        """Make the claim of the process that forked this one ours; write_record() then says so."""
+        self._pid = os.getpid()
+        self.renew_mutex()
+
     def renew_mutex(self) -> None:
         """Replace the mutex in a forked child: a thread of the parent may have held it, and does not exist there."""
         self._mutex = threading.Lock()
@@ -246,6 +258,7 @@ class Claim(Sequence[Device]):
             **({} if self.memory is None else shared),
             **({} if self.max_processes is None else {"max_processes": self.max_processes}),
             **({} if job.waited is None else {"waited": round(job.waited, 3)}),
+            **({} if job.job is None else {"job": job.job}),
             "note": job.note,
             "command": list(job.command),
             "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see unlock

@@ -2,6 +2,7 @@
 
     3f0c9e21          the caller's, or any user's if it is not ambiguous; its beginning is enough, such as 3f0
     alice/3f0c9e21    alice's; the number of the user works as well: 1000/3f0c9e21
+    17, 17.3          a job of `gpuguard submit`, and its task 3; @ is the last job, @~1 the one before it
 
 A request in the queue has an id, and the claim that it becomes keeps it, unless the daemon gives the locks: the daemon
 names its claims itself, because two claims with one id would count as one.  An id is random and never given twice.
@@ -14,11 +15,31 @@ This module does not read files: see records and queue.tickets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from gpuguard.errors import ClaimError
 from gpuguard.locale.messages import sentence
+
+_JOB = re.compile(r"(?:([0-9]{1,7})|@(?:~([0-9]{1,7}))?)(?:\.([0-9]{1,7}))?", re.ASCII)
+
+
+def job_and_task(text: str, jobs: Sequence[int]) -> tuple[int, int | None] | None:
+    """Return the job that *text* means, one of *jobs* (the oldest first), and its task or None for all of them.
+
+    Returns None if *text* means no job.
+    """
+    found = _JOB.fullmatch(text)
+    if found is None:
+        return None
+    number, back, task = found.groups()
+    if number is None:
+        place = len(jobs) - 1 - int(back or 0)
+        job = jobs[place] if place >= 0 else None
+    else:
+        job = int(number) if int(number) in jobs else None
+    return None if job is None else (job, None if task is None else int(task))
 
 
 class Named(Protocol):

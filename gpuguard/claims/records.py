@@ -69,6 +69,7 @@ _FIELDS = (
     "slots",
     "most",
     "max_processes",
+    "job",
 )
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12

@@ -2,6 +2,7 @@
 
 gpuguard cancel 3f0c              the request or the job of yours whose id begins like that
 gpuguard cancel 3f0c 81d2         several
+gpuguard cancel 17                your job 17 of `gpuguard submit`, or 17.3, or @ for the last: as `jobs cancel`
 sudo gpuguard cancel alice/3f0c   anybody's
 
 `gpuguard queue` shows the ids of requests, and `gpuguard who` those of claims.
@@ -14,16 +15,20 @@ Exit codes: 0 all of them have ended, or their jobs are being ended; 1 one of th
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
-from gpuguard.claims.ids import full_id
+from gpuguard.batch.records import JobStore
+from gpuguard.claims.ids import full_id, job_and_task
+from gpuguard.cli.jobs.changes import CANCELLED, cancel_job, job_name, one_meant
 from gpuguard.cli.options import add_source_options, choose_log, directory_of
 from gpuguard.daemon.cancel import ENDED, ENDING, cancel
 from gpuguard.errors import ClaimError
 from gpuguard.locale import N_, _, translated
 from gpuguard.queue.priority import Ticket
 from gpuguard.sanitize import neutralise
+from gpuguard.users import user_name
 from gpuguard.views.text import picked, put, put_json
 
 _SENTENCES = {ENDED: N_("{id} has ended."), ENDING: N_("{id} is being ended by its gpuguard run.")}
@@ -31,7 +36,7 @@ _SENTENCES = {ENDED: N_("{id} has ended."), ENDING: N_("{id} is being ended by i
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "ids", metavar="ID", nargs="+", help="of a request or a claim, or how it begins; USER/ID as root"
+        "ids", metavar="ID", nargs="+", help="of a request, a claim or a job, or how it begins; USER/ID as root"
     )
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     add_source_options(parser)
@@ -43,7 +48,17 @@ def main(args: argparse.Namespace) -> int:
     cancelled: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
     lines: list[str] = []
+    store = JobStore()
     for text in args.ids:
+        if job_and_task(text, store.ids()):
+            stored, task = one_meant(store, text)
+            outcome, faults = cancel_job(store, stored, task)
+            name = job_name(stored, task)
+            lines.append(_(CANCELLED[outcome]).format(job=name))
+            own = {"user": user_name(os.geteuid()), "uid": os.geteuid(), "kind": "job"}
+            cancelled.append({"id": name, **own, "outcome": outcome})
+            refused += [{"id": name, "why": fault} for fault in faults]
+            continue
         try:
             meant, outcome = cancel(directory, text)
         except ClaimError as error:

@@ -21,6 +21,7 @@ from typing import Any
 from gpuguard.backends import DEFAULT_BACKEND, auto, parts_of
 from gpuguard.backends.drm import cards
 from gpuguard.backends.nvml_calls import has_glibc
+from gpuguard.batch.logout import fate_at_logout
 from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.daemon_client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
 from gpuguard.claims.directory import daemon_files, fault_of, open_lock
@@ -90,6 +91,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
         first_pid_namespace=in_first_pid_namespace(),
         hidepid=hidepid(),
         container=_container(os.environ),
+        logout=fate_at_logout(),
         protected_regular=_number("/proc/sys/fs/protected_regular"),
         protected_hardlinks=_number("/proc/sys/fs/protected_hardlinks"),
         environ={name: os.environ[name] for name in variables if name in os.environ},

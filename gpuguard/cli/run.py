@@ -19,6 +19,7 @@ import shlex
 import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,13 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import GRACE_SECONDS, JobSettings, exec_command, run
+from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, run
 from gpuguard.select import instances_note
 from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
     from typing import Any
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
+    from gpuguard.notify.targets import Target
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
 
@@ -79,8 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--isolate", action="store_true", help=isolate)
     leftover = (
-        "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, or for "
-        "so long, as in 10m; those that use a GPU always keep it"
+        "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, for so "
+        "long, as in 10m (those that use a GPU always keep it), or end: they are ended with it"
     )
     group.add_argument("--leftover", metavar="HOW", help=leftover)
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
@@ -119,23 +121,54 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ParsedRun:
+    """What the options of `run` say, checked as far as that is possible without the GPUs."""
+
+    command: list[str]
+    requests: tuple[Request, ...]  # the preferred one first
+    wait: float | None  # seconds to wait in the queue at most
+    time_limit: float | None
+    grace: float
+    policies: tuple[Policy, ...]
+    checkpoint: int | None
+    leftover: float | None
+    targets: list[str | Target]
+
+
+def parsed(args: argparse.Namespace) -> ParsedRun:
+    """Return what the options say.  Raises InvalidRequest."""
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
     targets = [target for where in args.notify if (target := options.message_target(where)) is not None]
-    log = JobLog(quiet=args.quiet, path=args.log_file)
-    report = JobReport(log, targets, command)
     policies, checkpoint = limits_of(args, time_limit)
-    leftover = options.quantity("--leftover", args.leftover, parse_leftover)
-    requests = (options.request_of(args), *alternatives_of(args))
+    return ParsedRun(
+        command=command,
+        requests=(options.request_of(args), *alternatives_of(args)),
+        wait=wait,
+        time_limit=time_limit,
+        grace=grace,
+        policies=policies,
+        checkpoint=checkpoint,
+        leftover=END_LEFTOVERS
+        if args.leftover == "end"
+        else options.quantity("--leftover", args.leftover, parse_leftover),
+        targets=targets,
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    job = parsed(args)
+    log = JobLog(quiet=args.quiet, path=args.log_file)
+    report = JobReport(log, job.targets, job.command)
     # A missing program is reported before hours in the queue, not after them.  But with --after the program may be made
     # by the job that this one waits for.
-    if args.after is None and (fault := exec_fault(command[0])):
-        status, message = failure(command[0], fault)
+    if args.after is None and (fault := exec_fault(job.command[0])):
+        status, message = failure(job.command[0], fault)
         log.warn(message)
         report.not_started(message)
         return status
-    _set_environment(args)
+    set_environment(args)
     directory = options.directory_of(args, make=True)
     backend = options.backend_of(args)
     if not args.exec:
@@ -144,51 +177,74 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.jobs import isolation as isolations  # for --isolate alone
 
         isolations.check(backend)
-    details = JobDetails(args.note, command, time_limit, partial(expected_seconds, command), priority_of(args))
+    expected = partial(expected_seconds, job.command)
+    details = JobDetails(args.note, job.command, job.time_limit, expected, priority_of(args))
     began = time.monotonic()
     try:
-        claim = wait_for_claim(args, backend, directory, requests, details, wait, log)
+        claim = wait_for_claim(args, backend, directory, job.requests, details, job.wait, log)
     except GpuguardError as error:
         text = translated(str(error))
         log.only_in_file(_("not started: {error}").format(error=text))
         report.not_started(text)
         raise
+    return run_on(claim, args, job, backend, directory, log, report, waited=time.monotonic() - began)
+
+
+def run_on(
+    claim: Claim,
+    args: argparse.Namespace,
+    job: ParsedRun,
+    backend: Backend,
+    directory: LockDirectory,
+    log: JobLog,
+    report: JobReport,
+    *,
+    waited: float,
+    on_end: Callable[[int, str | None], None] = lambda status, why: None,
+) -> int:
+    """Run the command on the devices of *claim*, which belongs to this function from now on; return the exit code.
+
+    *waited* is in seconds.  *on_end* gets the exit status, and why, before the claim is released.
+    """
     if claim.warning:
         log.warn(claim.warning)
-    for note in () if args.quiet else _notes_on(claim, requests[0]):
+    for note in () if args.quiet else _notes_on(claim, job.requests[0]):
         log.warn(note)
     # There is no `with` here, so that the job keeps the claim if something goes wrong from here on while it runs.
     isolation: Isolation | None = None
     if args.isolate:
+        from gpuguard.jobs import isolation as isolations
+
         try:
             isolation = isolations.isolate(claim, backend, directory, visible=args.visible)
         except GpuguardError:
             claim.release()
             raise
     several = len(parts_of(backend.name)) > 1
-    report.started(claim, time.monotonic() - began, simulated=backend.simulated, several_vendors=several)
+    report.started(claim, waited, simulated=backend.simulated, several_vendors=several)
     if args.exec:
-        status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
+        status, message = exec_command(job.command, claim, backend, visible=args.visible, isolation=isolation)
         log.warn(message)
         return status
-    limits = _limits_for(policies, claim, requests[0], backend, log) if policies or args.share else None
+    is_limited = job.policies or args.share
     settings = JobSettings(
         visible=args.visible,
-        time_limit=time_limit,
-        grace=grace,
-        checkpoint=checkpoint,
-        limits=limits,
-        tolerance=requests[0].tolerance,
+        time_limit=job.time_limit,
+        grace=job.grace,
+        checkpoint=job.checkpoint,
+        limits=_limits_for(job.policies, claim, job.requests[0], backend, log) if is_limited else None,
+        tolerance=job.requests[0].tolerance,
         isolation=isolation,
-        leftover=leftover,
+        leftover=job.leftover,
         directory=directory,
+        on_end=on_end,
     )
 
     def later() -> None:
         report.send_start()
-        _preload_for_job(claim, command)
+        _preload_for_job(claim, job.command)
 
-    ended = run(command, claim, backend, settings, later=later, notify=log.warn)
+    ended = run(job.command, claim, backend, settings, later=later, notify=log.warn)
     if ended.outcome == "could not be started":
         report.not_started(translated(str(ended.why)), ended)
     else:
@@ -247,14 +303,18 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     return policies, checkpoint
 
 
-def _set_environment(args: argparse.Namespace) -> None:
+def set_environment(args: argparse.Namespace) -> None:
     """Make gpuguard inside the job use the same machine and the same claims, whatever directory it is called in."""
     if args.backend != default_backend():
-        named = [part.partition(":") for part in parts_of(args.backend)]
-        whole = [kind + colon + (os.path.abspath(path) if path else "") for kind, colon, path in named]
-        os.environ["GPUGUARD_BACKEND"] = ",".join(whole)
+        os.environ["GPUGUARD_BACKEND"] = absolute_backend(args.backend)
     if args.dir:
         os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
+
+
+def absolute_backend(name: str) -> str:
+    """Return the name of a backend so that it means the same in every directory."""
+    named = [part.partition(":") for part in parts_of(name)]
+    return ",".join(kind + colon + (os.path.abspath(path) if path else "") for kind, colon, path in named)
 
 
 def _notes_on(claim: Claim, request: Request) -> Iterator[str]:

@@ -52,7 +52,7 @@ _GRES = re.compile(r"(?:^|,)(gpu|mps|shard)\b([^,()]*)(\([^)]*\))?")
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """A job that has resources of this node."""
 
     uids: frozenset[int]  # of its owner; more than one if the job's name was made to look like further owners
@@ -68,7 +68,7 @@ class SlurmNodeState:
     in_service: bool  # whether no user may use a device that no job has; on a drained node an admin may, by hand
 
 
-Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # the first is the time of the query on the boot clock
+Answer = tuple[float, SlurmNodeState, tuple[NodeJob, ...]]  # the first is the time of the query on the boot clock
 
 
 def node_of(text: str, host: str) -> SlurmNodeState | None:
@@ -87,7 +87,7 @@ def node_of(text: str, host: str) -> SlurmNodeState | None:
     )
 
 
-def jobs_on(text: str, node: str) -> tuple[Job, ...]:
+def jobs_on(text: str, node: str) -> tuple[NodeJob, ...]:
     """The living jobs on *node* in the output of `scontrol show job -d -o`, which has one job per line."""
     jobs = []
     for line in text.splitlines():
@@ -99,12 +99,12 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
         given_here = [numbers for gres in details for numbers in _gpus_in(gres)]
         known = bool(details) and None not in given_here
         gpus = frozenset(number for numbers in given_here for number in numbers or ()) if known else None
-        jobs.append(Job(frozenset(map(int, _UID.findall(line))), gpus))
+        jobs.append(NodeJob(frozenset(map(int, _UID.findall(line))), gpus))
     return tuple(jobs)
 
 
 def given(
-    jobs: Sequence[Job], node: SlurmNodeState, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
+    jobs: Sequence[NodeJob], node: SlurmNodeState, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
 ) -> Mapping[str, frozenset[int]]:
     """uuid -> uids to which Slurm has given the device, for devices of which that is certain.
 

@@ -89,7 +89,7 @@ def job_processes(others: Collection[Process], claim_id: str, command: int = 0) 
     def is_of_the_job(pid: int, parent: int, start: float) -> bool:
         if pid in excluded or parent in excluded or (pid, start) in others:
             return False
-        return not doubtful or parent != own or pid == command or _born_under(claim_id, pid)
+        return not doubtful or parent != own or pid == command or born_under(claim_id, pid)
 
     found: dict[int, float] = {}
     for pid, stat in procfs.descendants(own).items():  # parents before their children
@@ -101,7 +101,7 @@ def job_processes(others: Collection[Process], claim_id: str, command: int = 0) 
     return found or {pid: start for pid, start in children() or () if is_of_the_job(pid, own, start)}
 
 
-def _born_under(claim_id: str, pid: int) -> bool:
+def born_under(claim_id: str, pid: int) -> bool:
     """Return whether the process was started with the claim in its environment, or False if that cannot be read."""
     environment = procfs.read_memory(pid, "environ", 2**20) or b""
     return f"GPUGUARD_CLAIM={claim_id}".encode() in environment.split(b"\0")

@@ -107,6 +107,19 @@ class ReservationKeys:
 
 
 @dataclass(frozen=True)
+class JobKeys:
+    """How many tasks of `gpuguard submit` each user may have; None: any number.
+
+    Args:
+        waiting: in the queue and in records that wait for it.
+        running: at the same time.
+    """
+
+    waiting: int | None = None
+    running: int | None = None
+
+
+@dataclass(frozen=True)
 class QueueRules:
     """The site's rules for the queue; the fields are the keys of line.yaml."""
 
@@ -116,6 +129,7 @@ class QueueRules:
     bound: Annotated[float, parse_duration] = 24 * 3600.0  # then none passes a request whose start cannot be planned
     priority: PriorityKeys = field(default_factory=PriorityKeys)
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
+    jobs: JobKeys = field(default_factory=JobKeys)
     leftover: Annotated[float, parse_leftover] = float("inf")  # for which processes that a job leaves keep its claim
 
     def __post_init__(self) -> None:

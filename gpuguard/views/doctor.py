@@ -12,6 +12,7 @@ from typing import Any
 
 from gpuguard.backends import RECORDED, is_simulated, parts_of
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
+from gpuguard.batch.logout import ENDS, STAYS
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
@@ -73,6 +74,7 @@ class DoctorFacts:
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
     container: str | None = None  # its kind
+    logout: str = STAYS  # what becomes of this user's processes then, see batch.logout
     protected_regular: int | None = None  # sysctl fs.protected_regular
     protected_hardlinks: int | None = None  # sysctl fs.protected_hardlinks
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -509,6 +511,16 @@ def _environment(facts: DoctorFacts) -> Finding:
     return OK, names or _("no variable limits the GPUs"), None
 
 
+def _logout(facts: DoctorFacts) -> Finding | None:
+    if facts.logout == STAYS:
+        return None
+    found = _("this machine ends all processes of a user at logout (KillUserProcesses=yes)")
+    if facts.logout == ENDS:
+        advice = _("`gpuguard submit` is refused until you let yours stay: `loginctl enable-linger`.")
+        return WARNING, found, advice
+    return OK, _("{found}; jobs of `gpuguard submit` stay, because yours linger").format(found=found), None
+
+
 def _container(facts: DoctorFacts) -> Finding | None:
     if facts.container is None or facts.simulated or facts.recorded:
         return None
@@ -567,6 +579,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     N_("hidepid"): _hidepid,
     N_("environment"): _environment,
     N_("container"): _container,
+    N_("logout"): _logout,
     N_("kernel"): _kernel,
     N_("python"): _versions_of_python,
 }

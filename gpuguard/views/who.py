@@ -178,6 +178,7 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
     remarks = [word for word, true in ((_("orphaned"), held.orphaned), (_("stopped"), held.stopped)) if true]
     remarks += [_("its share")] if record.slots else []
+    remarks += [_("job {id}").format(id=neutralise(record.job))] if record.job else []
     if record.hidden and record.holders:
         remarks += [_("held by {users} together: counts as no claim").format(users=neutralise(record.user))]
     elif record.hidden:
@@ -310,7 +311,7 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
 def _claim_json(held: ClaimUse) -> dict[str, Any]:
     record = held.record
     return {
-        **picked(record, "id", "pid", "since", "ends", "expected", "note", "command"),
+        **picked(record, "id", "pid", "since", "ends", "expected", "note", "command", "job"),
         **picked(record, "alive", "holders", "memory_bytes"),
         **picked(held, "user", "idle", "orphaned", "stopped"),
         "uid": None if held.user is None else record.uid,

@@ -24,7 +24,7 @@ LONGEST = (
     "test_docs", "test_waiter", "test_nvml", "test_contention", "test_daemon", "test_broker_shares",
     "test_damaged_files", "test_fleet_ssh", "test_overtaking", "test_release_command", "test_completion",
     "test_drain", "test_forged_claims", "test_attacks", "test_queue_model", "test_disk_room", "test_mig_profiles",
-    "test_cancel_command",
+    "test_cancel_command", "test_jobs_command", "test_jobs_campaign",
     "test_driver_calls", "test_wrapper_death", "test_dry_equals_live", "test_floods", "test_files",
     "test_parallel", "test_worker", "test_notebook", "test_last_good", "test_campaigns", "test_guard_schedules",
     "test_innocents", "test_ladder", "test_policy_mutations", "test_owner_learns", "test_grab_lifetime",
@@ -46,14 +46,15 @@ LONGEST = (
 # Nagle waits.  Not in these: claims, races, pids that are used again, signals.  A device given twice or an innocent
 # signalled once in twenty runs is a fault.
 NEVER_AGAIN = frozenset((
-    "test_action_release", "test_adopt", "test_adopt_users", "test_amd", "test_attacks", "test_breaker",
-    "test_broker",
+    "test_action_release", "test_adopt", "test_adopt_users", "test_amd", "test_attacks", "test_batch_records",
+    "test_batch_states", "test_breaker", "test_broker",
     "test_broker_hostile", "test_broker_shares", "test_by_hand", "test_cancel_command", "test_claim_directory",
     "test_contention",
     "test_daemon", "test_daemon_files", "test_daemon_requests", "test_drain", "test_dry_equals_live",
     "test_exhaustion", "test_family", "test_forged_claims", "test_grab", "test_grab_lifetime", "test_guard_actions",
     "test_guard_faults", "test_guard_schedules", "test_identity", "test_innocents", "test_inplace",
-    "test_interrupted_claim", "test_isolation", "test_job_control", "test_keep_command", "test_ladder",
+    "test_interrupted_claim", "test_isolation", "test_job_control", "test_jobs_campaign", "test_jobs_command",
+    "test_keep_command", "test_ladder",
     "test_limits", "test_lock", "test_locked_files", "test_mig_profiles", "test_pid_reuse", "test_planted",
     "test_preflight", "test_processes", "test_queue_model", "test_ray_head", "test_recall", "test_release_command",
     "test_reserve_command", "test_restrictions", "test_run", "test_run_limits", "test_scope", "test_shared_jobs",

@@ -1,4 +1,11 @@
-"""Hand a command to the engine of a cluster, which runs it where and when there is room: Slurm or Ray.
+"""Start a job that outlives the terminal, on this machine or, by Slurm or Ray, on another one.
+
+gpuguard submit -n 1 --time-limit 4h -- python train.py            here, as soon as there is a GPU; prints the job's id
+gpuguard submit --sweep lr=0.1,0.01 -- python train.py --lr {lr}   a task for each value
+gpuguard submit --after-ok 17 --begin 22:00 -- ...                 when job 17 has succeeded, not before ten
+
+`gpuguard jobs` shows them.  A job of this machine takes the options of `gpuguard run`; processes that it leaves are
+ended with it (--leftover).  With --via, an engine gets it:
 
 gpuguard submit --via slurm -n 2 --min-free 20GiB --time-limit 4h -- python train.py     queued, as with sbatch
 gpuguard submit --via slurm --attach -n 2 -- python train.py    stays, as srun: output here, exit code of the command
@@ -7,7 +14,8 @@ gpuguard submit --via slurm --print -n 2 -- python train.py     shows the comman
 gpuguard submit --via ray -n 2 -- python tune.py                through Ray's job API
 
 The engine chooses the machine and its GPUs; there the command runs under `gpuguard run`.  Exit codes: 0 submitted, 125
-not, also for wrong usage; with --attach those of `gpuguard run` (Ray: 1 for any failure).
+not, also for wrong usage; with --until-done that of the job; with --attach those of `gpuguard run` (Ray: 1 for any
+failure).
 """
 
 from __future__ import annotations
@@ -15,8 +23,17 @@ from __future__ import annotations
 import argparse
 import os
 
-from gpuguard.cli.options import JSON, add_choice_options, add_repeatable, add_table, request_of
+from gpuguard.cli.options import (
+    JSON,
+    TARGETS_IN_WORDS,
+    add_choice_options,
+    add_repeatable,
+    add_source_options,
+    add_table,
+    request_of,
+)
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
+from gpuguard.cli.submit import detached
 from gpuguard.cli.submit.ray import submit_to_ray
 from gpuguard.cli.submit.slurm import submit_to_slurm
 from gpuguard.errors import InvalidRequest
@@ -27,9 +44,9 @@ DEVICE_OPTIONS = ("devices", "exclude", "prefer")  # they name one machine's dev
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "gpuguard submit --via slurm|ray [options] [--] CMD [ARG ...]"
+    parser.usage = "gpuguard submit [--via slurm|ray] [options] [--] CMD [ARG ...]"
     group = parser.add_argument_group("the engine")
-    group.add_argument("--via", choices=ENGINES, required=True, help="who runs it")
+    group.add_argument("--via", choices=ENGINES, help="who runs it (default: this machine)")
     group.add_argument("--attach", action="store_true", help="stay until it has ended: its output, its exit code")
     group.add_argument("--print", action="store_true", help="show what would be submitted, and submit nothing")
     more = "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"
@@ -46,14 +63,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it in `gpuguard who`")
     job.add_argument("--visible", choices=("index", "uuid"), default="index", help="as in `gpuguard run`")
     job.add_argument("--isolate", action="store_true", help="as in `gpuguard run`")
-    job.add_argument("--leftover", metavar="HOW", help="as in `gpuguard run`")
+    job.add_argument("--leftover", metavar="HOW", help="as in `gpuguard run` (default: end)")
+    add_repeatable(job, ("--notify", "WHERE", f"when it starts, ends or fails: {TARGETS_IN_WORDS} (repeatable)"))
     add_limit_options(parser)
+    detached.add_options(parser)
+    add_source_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
     # durations_of() and limits_of() of `gpuguard run` read it; there is no --exec here.
-    parser.set_defaults(exec=False)
+    parser.set_defaults(exec=False, alternatives=[], quiet=False, log_file=None, priority="normal")
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.via is None:
+        return detached.submit(args)
     args.command = command_of(args)
     check(args)
     return submit_to_slurm(args) if args.via == "slurm" else submit_to_ray(args)

@@ -1,0 +1,115 @@
+"""The dispatchers of this user: whether one runs, and how it is told of a change, or started.
+
+A dispatcher waits in the queue for all jobs of a user and a source that wait: see cli.jobs.dispatcher.  It holds a lock
+beside the claims as long as it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import suppress
+
+from gpuguard.batch.facts import directory_of
+from gpuguard.batch.logout import IN_SCOPE, NEEDS_SCOPE, fate_at_logout
+from gpuguard.batch.records import JobStore, Source
+from gpuguard.batch.states import Jobs
+from gpuguard.claims.directory import LockDirectory, is_unlocked
+from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.files import READING, create_file, open_in_place
+from gpuguard.locale import _
+
+# The dispatcher must not be the child of a process that would have to reap it, such as a notebook.
+_DETACH = "import os, sys; os.fork() or os.execv(sys.argv[1], sys.argv[1:])"
+# The variables of what a dispatcher is started in, which it outlives; a job has its own environment.
+_OF_THE_STARTER = ("CUDA_", "ROCR_", "HIP_", "ZE_", "SLURM_", "GPUGUARD_CLAIM", "GPUGUARD_GPUS", "GPUGUARD_MEMORY")
+
+
+def lock_path(directory: LockDirectory, store: JobStore, source: Source) -> str:
+    """Return the file that the dispatcher of *store* and *source* locks, beside the claims: never on NFS."""
+    whose = zlib.crc32(os.fsencode(f"{store.place}\0{source.backend}"))
+    return f"{directory.records}/{directory.prefix}jobs.{os.geteuid()}.{whose:08x}"
+
+
+def open_lock(directory: LockDirectory, store: JobStore, source: Source) -> int:
+    """Open the lock of the dispatcher.  Raises ClaimError, OSError."""
+    path = lock_path(directory, store, source)
+    with suppress(FileExistsError):
+        os.close(create_file(path))
+    descriptor = open_in_place(path, READING)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise ClaimError(_("{path} is another user's: ask an administrator to remove it.").format(path=path))
+    return descriptor
+
+
+def dispatcher_of(directory: LockDirectory, store: JobStore, source: Source) -> int | None:
+    """Return the pid of the dispatcher, 0 if it is unknown, or None if none runs.
+
+    Raises ClaimError, OSError.
+    """
+    descriptor = open_lock(directory, store, source)
+    try:
+        if is_unlocked(descriptor):
+            return None
+        from gpuguard.queue.leader import flock_holder  # 20 ms, where there is one
+
+        return flock_holder(descriptor) or 0
+    finally:
+        os.close(descriptor)
+
+
+def changed(store: JobStore, source: Source, *, may_start: bool = True) -> None:
+    """Tell the dispatcher that records have changed; start one if none runs and *may_start* is true.
+
+    Raises GpuguardError, OSError.
+    """
+    directory = directory_of(source, make=True)
+    store.tell()
+    pid = dispatcher_of(directory, store, source)
+    if pid is None and may_start:
+        _start(store, source)
+    elif pid:
+        from gpuguard.queue.leader import MAY_START  # 20 ms, where there is one
+        from gpuguard.queue.tickets import tickets_of_process, wake
+
+        wake(directory, tickets_of_process(directory, pid), MAY_START)
+
+
+def start_missing(store: JobStore, jobs: Jobs) -> bool:
+    """Start the dispatchers that should run and do not, because they were killed; return whether there were any."""
+    missing = False
+    waiting = {state.job for state in jobs.waiting(time.time())}
+    for source in {stored.record.source for stored in jobs.stored if stored.id in waiting}:
+        with suppress(GpuguardError, OSError):
+            if dispatcher_of(directory_of(source, make=True), store, source) is None:
+                _start(store, source)
+                missing = True
+    return missing
+
+
+def _start(store: JobStore, source: Source) -> None:
+    """Start a dispatcher that outlives this process and its terminal.  Raises GpuguardError, OSError."""
+    words = [sys.executable, "-m", "gpuguard", "jobs", "dispatch"]
+    words += ["--backend", source.backend] if source.backend else []
+    words += ["--dir", source.dir] if source.dir else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_STARTER)}
+    scope = IN_SCOPE if fate_at_logout() == NEEDS_SCOPE else ()
+    with open(os.path.join(store.place, "dispatcher.log"), "ab") as log:
+        done = subprocess.run(
+            [*scope, sys.executable, "-I", "-S", "-c", _DETACH, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+            check=False,
+        )
+    if done.returncode:
+        raise GpuguardError(
+            _("no process could be started that waits in the queue for your jobs: see {log}.").format(log=log.name)
+        )

@@ -1,0 +1,207 @@
+"""Your jobs that outlive the terminal: `gpuguard submit` starts them.
+
+gpuguard jobs                    what waits and runs, and what has ended last
+gpuguard jobs log -f 17          what job 17 prints
+gpuguard jobs cancel 17          end it, with everything that it started
+gpuguard jobs retry --failed 18  start the tasks of job 18 that failed again
+
+@ is the last job, @~1 the one before it; 18.3 is task 3 of job 18.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpuguard.backends import default_backend
+from gpuguard.batch.dispatchers import start_missing
+from gpuguard.batch.facts import directory_of, held_claims, read_jobs
+from gpuguard.batch.public import published
+from gpuguard.batch.records import JobStore
+from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.records import read_records
+from gpuguard.cli.jobs import changes
+from gpuguard.cli.jobs.changes import ids_options, meant, one_meant
+from gpuguard.cli.options import add_source_options, quantity
+from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.units import parse_duration
+from gpuguard.views.jobs import details_of, json_of, lines_of, lines_of_all, listed
+from gpuguard.views.text import put, put_json
+
+EXIT_NO_PATIENCE, EXIT_LOST = 124, 125
+FOLLOW_SECONDS = 0.5
+CHECK_SECONDS = 5.0  # between two looks at jobs while nothing tells of a change
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "gpuguard jobs [ACTION] [options]"
+    parser.set_defaults(action=None)
+    _list_options(parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    for name, (purpose, options, _main) in VERBS.items():
+        options(actions.add_parser(name, help=purpose, description=f"{purpose[:1].upper()}{purpose[1:]}."))
+
+
+def main(args: argparse.Namespace) -> int:
+    return VERBS[args.action][2](args) if args.action else _list(args)
+
+
+def _list_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--all", action="store_true", help="those of all users that wait or run on this machine")
+    group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    parser.add_argument("--ended", action="store_true", help="all jobs that have ended, not the last 20")
+    parser.add_argument("--tasks", action="store_true", help="a line for each task")
+
+
+def _all_jobs(store: JobStore) -> Jobs:
+    """Return all jobs of this user, after the start of a dispatcher that is missing."""
+    jobs = read_jobs(store, read_queue_settings().rules.jobs.running)
+    if start_missing(store, jobs):
+        notice = _("no process waited in the queue for your jobs: it was killed, and is started again.")
+        put([f"gpuguard: {notice}"], sys.stderr)
+    return jobs
+
+
+def _list(args: argparse.Namespace) -> int:
+    if args.all:
+        directory = lock_directory(os.environ.get("GPUGUARD_DIR"), backend=default_backend(), make=False)
+        put(lines_of_all(tuple(published(directory)), read_records(directory), time.time()))
+        return 0
+    store, now = JobStore(), time.time()
+    jobs = _all_jobs(store)
+    ids = listed(jobs, ended=args.ended)
+    if args.json:
+        put_json(json_of(jobs, ids, now))
+        return 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    put(lines_of(jobs, ids, now, tasks=args.tasks, width=width))
+    unread = [
+        _("job {job}: its record cannot be read: {path}").format(job=job, path=store.path(job)) for job in jobs.unread
+    ]
+    put([f"gpuguard: {line}" for line in unread], sys.stderr)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    store, now = JobStore(), time.time()
+    jobs = _all_jobs(store)
+    for stored, _task in meant(store, args.jobs):
+        put(details_of(jobs, stored.record, now))
+    return 0
+
+
+def _log(args: argparse.Namespace) -> int:
+    store = JobStore()
+    stored, task = one_meant(store, args.job)
+    if task is None and len(stored.record.tasks) > 1:
+        raise InvalidRequest(
+            _("job {job} has {count} tasks: name one, as in {job}.0.").format(
+                job=stored.id, count=len(stored.record.tasks)
+            )
+        )
+    attempt, position = args.attempt or 1, 0
+    while True:
+        state = read_jobs(store, ids=[stored.id]).states[stored.id][task or 0]
+        if not args.attempt and position == 0 and state.attempt:
+            attempt = state.attempt  # the last one
+        path = store.log_path(stored.id, state.task, attempt)
+        if attempt > state.attempt and not args.follow:
+            raise InvalidRequest(_("job {job} has not started yet.").format(job=args.job))
+        if args.path:
+            put([path])
+            return 0
+        if attempt <= state.attempt:
+            position += _copy(path, position)
+        if state.attempt > attempt and not args.attempt:
+            position = 0  # it was started again
+        elif not args.follow or attempt < state.attempt:
+            return 0
+        else:
+            time.sleep(FOLLOW_SECONDS)
+            if state.state in ENDED and state.claim not in held_claims(directory_of(stored.record.source)):
+                _copy(path, position)  # the last line comes after the claim was released
+                return 0
+
+
+def _copy(path: str, position: int) -> int:
+    """Print a log from *position* on, and return how many bytes these are."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(position)
+            shutil.copyfileobj(log, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return log.tell() - position
+    except FileNotFoundError:
+        raise InvalidRequest(_("there is no log {path}.").format(path=path)) from None
+
+
+def _log_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", nargs="?", default="@", help="default: @, the last one")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--attempt", type=int, metavar="N", help="that attempt (default: the last one)")
+    parser.add_argument("--path", action="store_true", help="print the name of the file")
+
+
+def _wait(args: argparse.Namespace) -> int:
+    store = JobStore()
+    ids = [stored.id for stored, _task in meant(store, args.jobs)]
+    return wait_for(store, ids, quantity("--for", args.for_, parse_duration), any_of=args.any)
+
+
+def _wait_options(parser: argparse.ArgumentParser) -> None:
+    ids_options(parser)
+    parser.add_argument("--for", dest="for_", metavar="DURATION", help="at most so long; then the exit code is 124")
+    parser.add_argument("--any", action="store_true", help="until one of them has ended")
+
+
+def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, *, any_of: bool = False) -> int:
+    """Wait until jobs have ended; return the first exit code but 0, 124 if it takes too long, or 125 for lost."""
+    until = None if seconds is None else time.monotonic() + seconds
+    from gpuguard.queue.leader import DirectoryWatch  # 20 ms, for those that wait
+    from gpuguard.queue.leader import wait_for as wait_for_any
+
+    watch = None
+    with suppress(OSError):  # the kernel has no watch left for this user
+        watch = DirectoryWatch(store.place)
+    while True:
+        jobs = read_jobs(store, ids=ids)
+        ended = [job for job in ids if all_ended(jobs.states.get(job, []))]
+        if len(ended) == len(ids) or (any_of and ended):
+            codes = [exit_code(state) for job in ended for state in jobs.states.get(job, [])]
+            return next((code for code in codes if code), 0)
+        start_missing(store, jobs)
+        left = CHECK_SECONDS if until is None else until - time.monotonic()
+        if left <= 0:
+            return EXIT_NO_PATIENCE
+        wait_for_any([watch.descriptor] if watch else [], min(left, CHECK_SECONDS if watch else FOLLOW_SECONDS))
+        if watch:
+            watch.names()
+
+
+def exit_code(state: TaskState) -> int:
+    """Return the exit code of a task that has ended, or 125 if it has none."""
+    return EXIT_LOST if state.status is None else state.status
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    from gpuguard.cli.jobs.dispatcher import main  # 100 ms, for the dispatcher alone
+
+    return main(args)
+
+
+VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "show": ("everything about a job", ids_options, _show),
+    "log": ("what a job prints", _log_options, _log),
+    "wait": ("wait until jobs have ended, and return their exit code", _wait_options, _wait),
+    **changes.VERBS,
+    "dispatch": ("wait in the queue for all jobs; submit starts it", add_source_options, _dispatch),
+}

@@ -1,0 +1,115 @@
+"""The supervisor of a job that was started by the dispatcher: `gpuguard run`'s own code, with a log for a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import suppress
+
+from gpuguard.batch.dispatchers import changed
+from gpuguard.batch.records import END, WITHDRAW, JobEvent, JobRecord, JobStore
+from gpuguard.batch.states import TaskState, task_states
+from gpuguard.claims.claim import Claim, JobDetails
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli.job_log import JobLog, JobReport
+from gpuguard.cli.options import backend_of
+from gpuguard.cli.run import ParsedRun, run_on, set_environment
+from gpuguard.errors import GpuguardError
+from gpuguard.jobs.processes import become_subreaper
+from gpuguard.locale import _, translated
+from gpuguard.procfs import boot_id
+from gpuguard.units import local_time
+
+
+def supervise(
+    store: JobStore,
+    record: JobRecord,
+    state: TaskState,
+    claim: Claim,
+    args: argparse.Namespace,
+    job: ParsedRun,
+    directory: LockDirectory,
+    waited: float,
+) -> int:
+    """Run one attempt of a task on *claim*, which this process takes over, and write down how it ends."""
+
+    def write_end(status: int, why: str | None) -> None:
+        with suppress(GpuguardError, OSError):  # a full disk: the job will count as lost
+            store.append(record.id, _event(END, state, status=status, why=why))
+            changed(store, record.source, may_start=False)
+
+    claim.take_over()
+    try:
+        _redirect(store.log_path(record.id, state.task, state.attempt))
+        if _was_changed(store, record, state):
+            store.append(record.id, _event(WITHDRAW, state))
+            claim.release()
+            status = 0
+        else:
+            become_subreaper()
+            name = f"{record.id}.{state.task}" if len(record.tasks) > 1 else str(record.id)
+            details = JobDetails(args.note, job.command, job.time_limit, waited=waited, job=name)
+            claim.write_record(directory, details)
+            _use_environment(store, record, state)
+            set_environment(args)
+            log = JobLog(quiet=args.quiet, path=args.log_file)
+            log.say(
+                _("job {id}, attempt {attempt}, submitted at {time}").format(
+                    id=name,
+                    attempt=state.attempt,
+                    time=local_time(record.submitted, "%Y-%m-%d %H:%M:%S"),
+                )
+            )
+            report = JobReport(log, job.targets, job.command)
+            status = run_on(claim, args, job, backend_of(args), directory, log, report, waited=0.0, on_end=write_end)
+    except (GpuguardError, OSError, ValueError) as fault:
+        print(f"gpuguard: {translated(str(fault))}", file=sys.stderr, flush=True)
+        write_end(125, str(fault))
+        claim.release()
+        status = 125
+    with suppress(GpuguardError, OSError):
+        # Now a dispatcher may be missing, because it was killed; before, it would have been started as a part of the
+        # job.
+        changed(store, record.source)
+    return status
+
+
+def _event(kind: str, state: TaskState, *, status: int | None = None, why: str | None = None) -> JobEvent:
+    when = round(time.time(), 3)
+    return JobEvent(kind=kind, time=when, task=state.task, attempt=state.attempt, status=status, why=why)
+
+
+def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:
+    """Return whether the job was cancelled, held, updated or removed since the dispatcher has read it.
+
+    What changes a record comes either before the start was written, and is seen here, or after it, and then the command
+    that changes it sees that the task has started.
+    """
+    stored = store.read(record.id)
+    if stored is None or stored.record != record:
+        return True
+    return task_states(stored, {state.claim or "": True}, boot_id())[state.task].cancelled
+
+
+def _redirect(path: str) -> None:
+    """Let the job, and what is said of it, write into its log, and read nothing."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor, source in enumerate((empty, log, log)):
+        os.dup2(source, descriptor)
+    os.close(empty)
+    os.close(log)
+
+
+def _use_environment(store: JobStore, record: JobRecord, state: TaskState) -> None:
+    """Become what the job was submitted from: its environment and its directory.  Raises OSError, ValueError."""
+    environment = store.environment(record.id)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.environ["GPUGUARD_JOB"] = str(record.id)
+    os.environ["GPUGUARD_TASK"] = record.tasks[state.task].get("task", str(state.task))
+    os.environ["GPUGUARD_ATTEMPT"] = str(state.attempt)
+    os.chdir(record.working_directory)

@@ -1,0 +1,187 @@
+"""Jobs that outlive the terminal, for people and for programs: `gpuguard jobs`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from gpuguard.batch.public import PublicJobs
+from gpuguard.batch.records import JobRecord
+from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
+from gpuguard.locale import N_, _, translated
+from gpuguard.model import ClaimRecord
+from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.units import format_duration, local_time
+from gpuguard.users import user_name
+from gpuguard.views.text import table
+
+DAY_SECONDS = 86400.0
+MOST_ENDED = 20  # jobs that have ended and are listed
+STATE_WORDS = {
+    "waiting": N_("waiting"), "running": N_("running"), "unwatched": N_("unwatched"), "completed": N_("completed"),
+    "failed": N_("failed"), "cancelled": N_("cancelled"), "skipped": N_("skipped"), "lost": N_("lost"),
+}  # fmt: skip
+
+
+def listed(jobs: Jobs, *, ended: bool = False) -> list[int]:
+    """Return the ids of the jobs to list: those that wait or run, and the last that have ended."""
+    open_ = [job for job, states in jobs.states.items() if any(state.state not in ENDED for state in states)]
+    over = [job for job in jobs.states if job not in set(open_)]
+    return sorted([*open_, *(over if ended else over[-MOST_ENDED:])])
+
+
+def lines_of(jobs: Jobs, ids: Sequence[int], now: float, *, tasks: bool = False, width: int | None = None) -> list[str]:
+    """Return a table with a line for each job, or with *tasks* for each task."""
+    records = {stored.id: stored.record for stored in jobs.stored}
+    whys = _whys(jobs, now)
+    rows = []
+    for job in ids:
+        record, states = records[job], jobs.states[job]
+        groups = [[state] for state in states] if tasks else [states]
+        rows += [_row(record, group, whys, now, alone=len(states) == 1, by_task=tasks) for group in groups]
+    if not rows:
+        return [_("no jobs: `gpuguard submit -- CMD` starts one.")]
+    heads = [_("JOB"), _("STATE"), _("GPUS"), _("SINCE"), _("TRY"), _("WHAT")]
+    return table(rows, heads, align="><<><<", width=width)
+
+
+def lines_of_all(
+    waiting: Sequence[tuple[int, bool, PublicJobs]], claims: Sequence[ClaimRecord], now: float
+) -> list[str]:
+    """Return a table of the jobs of all users: those that run, by their *claims*, and those that wait."""
+    rows = []
+    for claim in (claim for claim in claims if claim.job):
+        what, since = neutral_command(claim.command), _since(claim.since or now, now)
+        rows.append([f"{claim.user}/{claim.job}", _("running"), str(len(claim.devices)), since, what])
+    for uid, lives, public in waiting:
+        for job in public.jobs:
+            state = _("waiting") if job.tasks == 1 else f"{job.tasks} {_('waiting')}"
+            what = job.what if lives else f"{job.what}   ({_('no process of its user waits in the queue for it')})"
+            rows.append([f"{user_name(uid)}/{job.id}", state, str(job.gpus), _since(job.submitted, now), what])
+    if not rows:
+        return [_("no job of `gpuguard submit` waits or runs.")]
+    rows = [[neutralise(cell) for cell in row] for row in rows]
+    return table(rows, [_("JOB"), _("STATE"), _("GPUS"), _("SINCE"), _("WHAT")], align="<<><<")
+
+
+def _whys(jobs: Jobs, now: float) -> dict[tuple[int, int], str | None]:
+    """Return why each task that waits does so, or None if it is for GPUs."""
+    return {(state.job, state.task): state.why for state in jobs.waiting(now)}
+
+
+def _row(
+    record: JobRecord,
+    states: Sequence[TaskState],
+    whys: dict[tuple[int, int], str | None],
+    now: float,
+    *,
+    alone: bool,
+    by_task: bool,
+) -> list[str]:
+    name = f"{record.id}.{states[0].task}" if by_task and not alone else str(record.id)
+    since = [state.started or record.submitted for state in states]
+    gpus = ",".join(gpu for state in states if state.state in RUNNING for gpu in state.gpus) or "-"
+    tries = max(state.attempt for state in states)
+    what = neutral_command(record.command)
+    if by_task and not alone:
+        what = "  ".join(f"{name}={value}" for name, value in record.tasks[states[0].task].items()) or what
+    reasons = [state.why or whys.get((state.job, state.task)) for state in states]
+    why = next((reason for reason in reasons if reason), None)
+    text = f"{neutralise(what)}   ({neutralise(translated(why))})" if why else neutralise(what)
+    moment = min(since) if states[0].ended is None else max(state.ended or 0 for state in states)
+    return [name, _state_text(states), gpus, _since(moment, now), str(tries) if tries else "-", text]
+
+
+def _state_text(states: Sequence[TaskState]) -> str:
+    counts = Counter(state.state for state in states)
+    if len(counts) == 1:
+        (state, count), *_more = counts.items()
+        words = _(STATE_WORDS[state])
+        return words if count == 1 else f"{count} {words}"
+    done = counts["completed"]
+    parts = [f"{count} {_(STATE_WORDS[state])}" for state, count in counts.items() if state != "completed"]
+    return ", ".join([_("{done} of {total}").format(done=done, total=len(states)), *parts])
+
+
+def _since(when: float, now: float) -> str:
+    if now - when < DAY_SECONDS:
+        return format_duration(round(max(0.0, now - when)))
+    return local_time(when, "%m-%d %H:%M")
+
+
+def details_of(jobs: Jobs, record: JobRecord, now: float) -> list[str]:
+    """Return everything about one job."""
+    whys = _whys(jobs, now)
+    facts = [
+        (_("job"), str(record.id)),
+        (_("command"), neutral_command(record.command)),
+        (_("directory"), record.working_directory),
+        (_("submitted"), local_time(record.submitted, "%Y-%m-%d %H:%M:%S")),
+        (_("GPUs"), str(record.gpus)),
+        (_("note"), record.note or ""),
+        (_("git"), record.git or ""),
+        (_("only on"), translated(record.within_reason)),
+        (_("after"), ", ".join(map(str, record.after))),
+        (_("after success of"), ", ".join(map(str, record.after_ok))),
+    ]
+    rows = [[f"{name}:", neutralise(text)] for name, text in facts if text]
+    rows += [
+        [_("task {number}:").format(number=state.task), _details(state, whys, now)] for state in jobs.states[record.id]
+    ]
+    return table(rows)
+
+
+def _details(state: TaskState, whys: Mapping[tuple[int, int], str | None], now: float) -> str:
+    parts = [_(STATE_WORDS[state.state])]
+    if state.attempt:
+        parts.append(_("attempt {number}").format(number=state.attempt))
+    if state.status is not None:
+        parts.append(_("exit code {status}").format(status=state.status))
+    if state.started:
+        took = (state.ended or now) - state.started
+        parts.append(_("for {time} on {gpus}").format(time=format_duration(took), gpus=",".join(state.gpus) or "-"))
+    if why := state.why or whys.get((state.job, state.task)):
+        parts.append(neutralise(translated(why)))
+    return ", ".join(parts)
+
+
+def json_of(jobs: Jobs, ids: Collection[int], now: float) -> dict[str, Any]:
+    """Return the object that docs/json.md describes."""
+    whys = _whys(jobs, now)
+    return {
+        "schema": 1,
+        "host": os.uname().nodename,
+        "unread": list(jobs.unread),
+        "jobs": [_job_json(stored.record, jobs.states[stored.id], whys) for stored in jobs.stored if stored.id in ids],
+    }
+
+
+def _job_json(
+    record: JobRecord, states: Iterable[TaskState], whys: dict[tuple[int, int], str | None]
+) -> dict[str, Any]:
+    return {
+        "id": str(record.id),
+        "command": list(record.command),
+        "working_directory": record.working_directory,
+        "note": record.note,
+        "git": record.git,
+        "num_gpus": record.gpus,
+        "submitted_unix_seconds": record.submitted,
+        "tasks": [
+            {
+                "number": state.task,
+                "values": record.tasks[state.task],
+                "state": state.state,
+                "attempt": state.attempt,
+                "gpus": list(state.gpus),
+                "claim": state.claim,
+                "started_unix_seconds": state.started,
+                "ended_unix_seconds": state.ended,
+                "exit_code": state.status,
+                "why": state.why or whys.get((state.job, state.task)),
+            }
+            for state in states
+        ],
+    }
