@@ -139,14 +139,22 @@ def test_a_cancelled_job_whose_supervisor_was_killed_is_cancelled():
 def test_a_job_that_was_cancelled_at_the_moment_of_its_start_is_withdrawn():
     for events in ((happened(CANCEL), started()), (started(), happened(CANCEL))):
         assert state_of(*events, claims=["c0x1"]).cancelled
-        assert state_of(*events, happened(WITHDRAW, 0, attempt=1)).state == "cancelled"
+        assert state_of(*events, happened(WITHDRAW, 0, attempt=1, claim="c0x1")).state == "cancelled"
 
 
 def test_a_start_that_was_withdrawn_did_not_happen():
-    state = state_of(started(), happened(WITHDRAW, 0, attempt=1), started(attempt=2), ended(0, attempt=2))
+    state = state_of(started(), happened(WITHDRAW, 0, attempt=1, claim="c0x1"), started(attempt=2), ended(0, attempt=2))
 
-    assert state_of(started(), happened(WITHDRAW, 0, attempt=1)) == state_of()
+    assert state_of(started(), happened(WITHDRAW, 0, attempt=1, claim="c0x1")) == state_of()
     assert state.state == "completed"
+
+
+def test_of_two_dispatchers_the_first_has_started_a_task_and_the_second_withdraws():
+    second = JobEvent(kind=START, time=NOW, task=0, attempt=1, boot="boot", claim="other")
+    withdrawn = happened(WITHDRAW, 0, attempt=1, claim="other")
+
+    assert state_of(started(), second, claims=["c0x1", "other"]).claim == "c0x1"
+    assert state_of(started(), second, withdrawn, claims=["c0x1"]).state == "running"
 
 
 def test_a_job_that_has_ended_cannot_be_cancelled():

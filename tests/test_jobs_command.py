@@ -227,6 +227,19 @@ def test_a_dispatcher_that_is_killed_loses_nothing_and_the_next_command_starts_a
     assert until(lambda: node.dispatcher() is None)
 
 
+def test_a_dispatcher_whose_lock_was_removed_leaves_the_jobs_to_the_next_one(node):
+    blocker = node.submit("-n", "2", "--", "sleep", "600")
+    node.until(blocker, "running")
+    first = until(node.dispatcher, "a dispatcher") if node.submit("--", "true") else None
+    Path(lock_path(directory_of(node.source), node.store, node.source)).unlink()
+    jobs = [node.submit("--", "true") for _ in range(2)]
+
+    node("jobs", "cancel", str(blocker))
+    assert run_command_line(["jobs", "wait", *map(str, jobs)]) == 0
+    until(lambda: (stat := stat_of(first)) is None or not stat.lives, "the first dispatcher has ended")
+    assert [node.task(job).attempt for job in jobs] == [1, 1]
+
+
 def test_a_supervisor_that_is_killed_leaves_a_job_that_can_still_be_ended(node):
     job = node.submit("--", *python("import time; print('up', flush=True); time.sleep(600)"))
     node.until_says(job, "up")

@@ -88,7 +88,7 @@ class _History:
         """Take the next event into account.  What does not fit was late, and changes nothing."""
         state = self.state
         is_of_attempt = event.attempt == state.attempt
-        if event.kind == START:
+        if event.kind == START and state.state != "running":  # otherwise a second dispatcher was at work: it withdraws
             self.before, self.started_in = state, event.boot
             # A task that was cancelled at the moment of its start will find that out: see cli.jobs.supervisor.
             self.state = TaskState(
@@ -101,7 +101,7 @@ class _History:
                 claim=event.claim,
                 cancelled=state.state == "cancelled",
             )
-        elif event.kind == WITHDRAW and is_of_attempt and state.state == "running":
+        elif event.kind == WITHDRAW and event.claim == state.claim and state.state == "running":
             self.state = _cancelled(self.before, event.time) if state.cancelled else self.before
         elif event.kind == END and is_of_attempt and state.state == "running":
             self._end(event)

@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpuguard.batch.dispatchers import open_lock
+from gpuguard.batch.dispatchers import lock_path, open_lock
 from gpuguard.batch.facts import KEPT_SECONDS, directory_of, read_jobs, remove_ended
 from gpuguard.batch.public import PublicJobs, publish, waiting_jobs
 from gpuguard.batch.records import END, SKIP, START, WITHDRAW, JobEvent, JobRecord, JobStore, Source
 from gpuguard.batch.states import Jobs, TaskState
 from gpuguard.claims.claim import Claim, JobDetails
-from gpuguard.claims.directory import try_flock
+from gpuguard.claims.directory import is_same_file, try_flock
 from gpuguard.cli.jobs.supervisor import supervise
 from gpuguard.cli.jobs.words import arguments_of
 from gpuguard.cli.options import backend_of
@@ -69,7 +69,7 @@ class Dispatcher:
         self.store, self.source = store, Source(backend=args.backend, dir=args.dir)
         self.directory = directory_of(self.source, make=True)
         self.backend = backend_of(args)
-        self.lock = open_lock(self.directory, store, self.source)
+        self.lock = -1
         self.seen = b""  # the last change of the records that was read
         self.until: float | None = None  # unix time at which they may mean something else by themselves
         self.public = PublicJobs()  # what was written last
@@ -81,7 +81,7 @@ class Dispatcher:
     def run(self) -> None:
         """Start jobs until none waits any more, unless another dispatcher does so."""
         while self._becomes_the_only_one():
-            while self._dispatch_once():
+            while self._is_the_only_one() and self._dispatch_once():
                 pass
             fcntl.flock(self.lock, fcntl.LOCK_UN)
             if not self._waiting(self._read()):  # a job that was submitted just now may have seen us at work
@@ -90,11 +90,18 @@ class Dispatcher:
             remove_ended(self.store, time.time() - KEPT_SECONDS)
 
     def _becomes_the_only_one(self) -> bool:
+        if self.lock >= 0:
+            os.close(self.lock)
+        self.lock = open_lock(self.directory, self.store, self.source)
         for _attempt in range(_LOCK_TRIES):
             if try_flock(self.lock):
                 return True
             time.sleep(_LOCK_SECONDS)
         return False
+
+    def _is_the_only_one(self) -> bool:
+        """Return whether our lock is still the one that others see: a clean-up of old files may have removed it."""
+        return is_same_file(self.lock, lock_path(self.directory, self.store, self.source))
 
     def _read(self) -> Jobs:
         self.seen = self.store.change()
@@ -208,7 +215,7 @@ class Dispatcher:
         try:
             # What it was for may have been cancelled meanwhile.
             meant = next((task for task in self._candidates(self._read()) if allocator.met in task.requests), None)
-            if meant is not None:
+            if meant is not None and self._is_the_only_one():
                 self._hand_over(claim, meant, waited=time.monotonic() - began)
         finally:
             claim.release()  # unless it was handed over
@@ -232,8 +239,7 @@ class Dispatcher:
             try:
                 self._fork(claim, task, state, waited, mask)
             except OSError:
-                withdrawn = JobEvent(kind=WITHDRAW, time=_now(), task=state.task, attempt=state.attempt)
-                self.store.append(state.job, withdrawn)
+                self.store.append(state.job, replace(started, kind=WITHDRAW, time=_now()))
                 raise
             claim.hand_over()
             self.store.tell()

@@ -78,7 +78,8 @@ def supervise(
 
 def _event(kind: str, state: TaskState, *, status: int | None = None, why: str | None = None) -> JobEvent:
     when = round(time.time(), 3)
-    return JobEvent(kind=kind, time=when, task=state.task, attempt=state.attempt, status=status, why=why)
+    facts = {"task": state.task, "attempt": state.attempt, "claim": state.claim}
+    return JobEvent(kind=kind, time=when, status=status, why=why, **facts)  # type: ignore[arg-type]
 
 
 def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:
@@ -90,7 +91,8 @@ def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:
     stored = store.read(record.id)
     if stored is None or stored.record != record:
         return True
-    return task_states(stored, {state.claim or "": True}, boot_id())[state.task].cancelled
+    now = task_states(stored, {state.claim or "": True}, boot_id())[state.task]
+    return now.cancelled or now.claim != state.claim  # started by another dispatcher before: see states
 
 
 def _redirect(path: str) -> None:
