@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuguard.batch import facts
 from gpuguard.batch.facts import read_jobs
 from gpuguard.batch.records import CANCEL, END, START, JobEvent, JobRecord, JobStore, Source, new_record
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
+from gpuguard.procfs import boot_id
 
 ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/alice"}
 CALLS = ("mkdir", "makedirs", "open", "write", "fsync", "rename", "close", "rmdir", "unlink", "fchmod", "listdir")
@@ -194,6 +196,52 @@ def test_a_record_of_a_later_version_is_read_without_what_it_has_more(store):
     path.write_text(path.read_text().replace("{", '{"later": [1], ', 1))
 
     assert is_whole(store, 1)
+
+
+START_OF_1 = JobEvent(kind=START, time=1.0, task=0, attempt=1, boot=boot_id(), claim="c")
+END_OF_1 = JobEvent(kind=END, time=2.0, task=0, attempt=1, status=0)
+
+
+def reading_claims(monkeypatch: pytest.MonkeyPatch, *reads: Callable[[], dict[str, bool]]) -> None:
+    """Let the reads of the claims that are held be these, one after the other, and then the last one for ever."""
+    left = list(reads)
+    monkeypatch.setattr(facts, "held_claims", lambda directory: (left.pop(0) if left[1:] else left[0])())
+
+
+def test_a_claim_that_is_not_seen_at_the_moment_of_its_hand_over_is_not_lost(store, monkeypatch):
+    store.append(store.add(a_job(), ENVIRONMENT).id, START_OF_1)
+    reading_claims(monkeypatch, dict, lambda: {"c": True})
+
+    assert read_jobs(store).states[1][0].state == "running"
+
+
+def test_a_job_that_ends_between_two_reads_is_not_lost(store, monkeypatch):
+    def ends() -> dict[str, bool]:
+        if len(store.read(1).events) == 1:
+            store.append(1, END_OF_1)
+        return {}
+
+    store.append(store.add(a_job(), ENVIRONMENT).id, START_OF_1)
+    reading_claims(monkeypatch, ends)
+
+    assert read_jobs(store).states[1][0].state == "completed"
+
+
+def test_a_job_without_a_claim_and_without_an_end_is_lost(store, monkeypatch):
+    store.append(store.add(a_job(), ENVIRONMENT).id, START_OF_1)
+    reading_claims(monkeypatch, dict)
+
+    assert read_jobs(store).states[1][0].state == "lost"
+
+
+def test_claims_that_cannot_be_read_make_no_job_lost(store, monkeypatch):
+    def unreadable() -> dict[str, bool]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    store.append(store.add(a_job(), ENVIRONMENT).id, START_OF_1)
+    reading_claims(monkeypatch, unreadable)
+
+    assert read_jobs(store).states[1][0].state == "unwatched"
 
 
 def test_what_changes_is_seen(store):

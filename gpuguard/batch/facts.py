@@ -1,7 +1,8 @@
 """The jobs of this user as they are now: their records and events, joined with the claims that are held.
 
-Two facts are read one after the other, so what seems lost is read again: a supervisor writes down the end of its job
-before it lets go of the claim, and a task that was started meanwhile has its claim before its start is written.
+Two facts are read one after the other, so what seems lost is read again until both say so twice: a supervisor writes
+down the end of its job before it lets go of the claim, a task that was started meanwhile has its claim before its start
+is written, and the record of a claim is not seen at the moment in which a supervisor replaces that of the dispatcher.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ def read_jobs(store: JobStore, most_running: int | None = None, ids: Iterable[in
     found = {job: store.read(job) for job in (store.ids() if ids is None else ids)}
     known = {job: stored for job, stored in found.items() if stored}
     unread = [job for job, stored in found.items() if not stored and os.path.lexists(store.path(job))]
+    before: list[int] = []
     while True:
         claims = {source: _claims_of(source) for source in {stored.record.source for stored in known.values()}}
         jobs = jobs_of(known.values(), claims, boot_id(), unread, most_running)
         gone = [job for job, states in jobs.states.items() if any(state.is_gone for state in states)]
         fresh = {job: stored for job in gone if (stored := store.read(job)) and stored != known[job]}
-        if not fresh:
+        if not fresh and gone == before:
             return jobs
+        before = gone
         known |= fresh
 
 

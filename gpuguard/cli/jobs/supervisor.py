@@ -43,15 +43,15 @@ def supervise(
     claim.take_over()
     try:
         _redirect(store.log_path(record.id, state.task, state.attempt))
+        # The record comes before the check: what is cancelled after the check is ended by the process that it names.
+        name = f"{record.id}.{state.task}" if len(record.tasks) > 1 else str(record.id)
+        claim.write_record(directory, JobDetails(args.note, job.command, job.time_limit, waited=waited, job=name))
         if _was_changed(store, record, state):
             store.append(record.id, _event(WITHDRAW, state))
             claim.release()
             status = 0
         else:
             become_subreaper()
-            name = f"{record.id}.{state.task}" if len(record.tasks) > 1 else str(record.id)
-            details = JobDetails(args.note, job.command, job.time_limit, waited=waited, job=name)
-            claim.write_record(directory, details)
             _use_environment(store, record, state)
             set_environment(args)
             log = JobLog(quiet=args.quiet, path=args.log_file)
