@@ -175,6 +175,18 @@ def test_a_job_is_tried_again_as_often_as_it_may_and_asks_for_it_itself(node):
     assert (node.task(job).attempt, node.task(asks).attempt) == (3, 2)
 
 
+def test_a_job_whose_directory_is_gone_has_failed_and_says_why(node, monkeypatch):
+    (node.place / "gone").mkdir()
+    monkeypatch.chdir(node.place / "gone")
+    job = node.submit("--begin", "now+1s", "--", "true")
+    monkeypatch.chdir(node.place)
+    (node.place / "gone").rmdir()
+
+    ended = node.until(job, "failed")
+    assert ended.status == 125 and "No such file or directory" in ended.why
+    assert node.claims() == []
+
+
 def test_cancel_ends_the_whole_tree_and_the_claim_is_held_until_the_last_is_dead(node):
     stubborn = "trap '' TERM; setsid sh -c \"trap '' TERM; echo up; exec sleep 600\" & exec sleep 600"
     job = node.submit("--grace", "1s", "--retries", "3", "--", "sh", "-c", stubborn)

@@ -17,7 +17,7 @@ from gpuguard.cli.job_log import JobLog, JobReport
 from gpuguard.cli.options import backend_of
 from gpuguard.cli.run import ParsedRun, run_on, set_environment
 from gpuguard.errors import GpuguardError
-from gpuguard.jobs.processes import become_subreaper
+from gpuguard.jobs.processes import become_subreaper, job_processes
 from gpuguard.locale import _, translated
 from gpuguard.procfs import boot_id
 from gpuguard.units import local_time
@@ -66,8 +66,9 @@ def supervise(
             status = run_on(claim, args, job, backend_of(args), directory, log, report, waited=0.0, on_end=write_end)
     except (GpuguardError, OSError, ValueError) as fault:
         print(f"gpuguard: {translated(str(fault))}", file=sys.stderr, flush=True)
-        write_end(125, str(fault))
-        claim.release()
+        if not job_processes((), claim.id):  # otherwise the claim is theirs, and the task is unwatched from now on
+            write_end(125, str(fault))
+            claim.release()
         status = 125
     with suppress(GpuguardError, OSError):
         # Now a dispatcher may be missing, because it was killed; before, it would have been started as a part of the
