@@ -301,7 +301,7 @@ def test_instances_come_with_the_health_of_their_parent(machine: Divisible, open
     )  # fmt: skip
     assert first.mig_profile == ("dpx" if parent.vendor == "amd" else "3g.40gb")
     assert first.memory_total and parent.memory_total
-    assert 0.44 < first.memory_total / parent.memory_total <= 0.5
+    assert 0.44 < first.memory_total / parent.memory_total <= 0.51  # drivers keep some of the whole for themselves
     assert first.utilization is None and "utilization" in gaps_of(snapshot, first)
     assert parent.vendor == "amd" or (parent.utilization is None and "utilization" in gaps_of(snapshot, parent))
     assert [device.uuid for device in backend.sample(SELECT_FIELDS).devices if device.parent_uuid] == []

@@ -94,7 +94,10 @@ RUN_DEVICES = [
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),
     ("--dir PLACE/open true", "/open is writable for others (mode 0777)"),
-    ("--backend nonesuch true", "there is no backend 'nonesuch': choose one of nvml, smi, replay, simulated"),
+    (
+        "--backend nonesuch true",
+        "there is no backend 'nonesuch': choose one of auto, nvml, smi, amd, intel, mthreads, replay, simulated",
+    ),
     ("--backend nvml:x true", "nvml takes no 'x': write `--backend nvml`"),
     ("--backend simulated:PLACE/file true", "/file is not a directory"),
 ]

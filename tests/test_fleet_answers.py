@@ -60,7 +60,7 @@ def everything(replies: list[HostReply], *, width: int | None) -> list[str]:
         (b'{"schema": 1', "only a part of it"),
         (b'{"schema": 1} trailing', "only a part of it"),
         (b'{"schema": 1, "x": NaN}', "NaN is no number"),
-        (b'{"schema": 1, "x": 1e999}', "a number is too large"),
+        (b'{"schema": 1, "x": 1e999}', "is too large"),
         (b'{"schema": 1, "x": ' + b"9" * 5000 + b"}", "limit"),
         (b'{"x":' * 100_000, "nested too deeply"),
         (b'{"schema": 1, "x": ' + b"[" * 40 + b"]" * 40 + b"}", "nested too deeply"),

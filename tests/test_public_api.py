@@ -82,4 +82,4 @@ def test_a_backend_that_is_set_but_empty_is_the_default_as_for_grab_gpus(command
     """As left behind by ``export GPUGUARD_BACKEND=$UNSET``."""
     monkeypatch.setenv("GPUGUARD_BACKEND", "")
 
-    assert cli.build_parser(command).parse_args([]).backend == "nvml"
+    assert cli.build_parser(command).parse_args([]).backend == "auto"

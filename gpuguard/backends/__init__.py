@@ -61,8 +61,8 @@ class OpenedBackend(Backend, Protocol):
 BACKENDS = {
     "auto": "all vendors whose GPUs are found: NVIDIA's, AMD's, Intel's, those of Moore Threads",
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
-    "amd": "AMD's GPUs as the kernel shows them in /sys and /proc, or with amd:DIR the copy of both in a directory",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
+    "amd": "AMD's GPUs as the kernel shows them in /sys and /proc, or with amd:DIR the copy of both in a directory",
     "intel": "what Linux and its drivers xe and i915 tell of Intel GPUs",
     "mthreads": "Moore Threads' driver library, through mthreads-ml-py",
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",

@@ -22,6 +22,7 @@ from gpuguard.batch.states import ENDED, RUNNING, TaskState
 from gpuguard.claims.ids import job_and_task
 from gpuguard.cli.options import quantity
 from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _, translated
 from gpuguard.procfs import boot_id
 from gpuguard.sanitize import neutralise
@@ -169,7 +170,7 @@ def _updated(args: argparse.Namespace, record: JobRecord) -> JobRecord:
     from gpuguard.cli.jobs.words import arguments_of  # 50 ms, for `update` alone
     from gpuguard.cli.run import parsed
 
-    options = json.loads(record.options)
+    options = loads(record.options.encode())
     options |= {} if args.time_limit is None else {"time_limit": args.time_limit}
     options |= {} if args.num_gpus is None else {"num_gpus": args.num_gpus}
     command = record.command if args.command is None else tuple(shlex.split(args.command))

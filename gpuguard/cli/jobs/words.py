@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 
 from gpuguard.batch.records import JobRecord
+from gpuguard.jsonio import loads
 
 
 def arguments_of(record: JobRecord, task: int) -> argparse.Namespace:
@@ -15,7 +15,7 @@ def arguments_of(record: JobRecord, task: int) -> argparse.Namespace:
     from gpuguard.cli import build_parser  # it imports this module
 
     defaults = vars(build_parser("run").parse_args(["--", "true"]))
-    options = {**defaults, **json.loads(record.options), "exec": False, "after": None}
+    options = {**defaults, **loads(record.options.encode()), "exec": False, "after": None}
     options["leftover"] = options["leftover"] or "end"
     return argparse.Namespace(**{**options, "command": filled(record.command, record.tasks[task])})
 
