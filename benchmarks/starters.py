@@ -1,8 +1,11 @@
 """Many starters at the same instant: how many run, does anybody share a device, how do the others end.
 
     python benchmarks/starters.py --starters 64 --rounds 10 --latency 0 500
+    python benchmarks/starters.py --starters 64 --rounds 3 --amd gpus
+    python benchmarks/starters.py --starters 80 --rounds 3 --amd partitions
 
-Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver).
+Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver), or
+on 8 of AMD's in a tree of files, whole or as 63 partitions: Linux has no minor for the 64th.
 The job notes its device and the time of its start and end; two jobs that overlap on one device are a double.
 """
 
@@ -15,18 +18,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
+from amd_trees import MI300X, MI300X_CPX, AmdTree
 from fake_nvml import FakeNvml
 
 NOT_NOW = 75
 JOB = """
 import os, sys, time
-begun, device = time.monotonic(), os.environ["CUDA_VISIBLE_DEVICES"]
+begun, device = time.monotonic(), os.environ.get("GPUGUARD_GPUS") or os.environ["CUDA_VISIBLE_DEVICES"]
 place, gate, seconds = sys.argv[1:]
 open(os.path.join(place, f"begun-{os.getpid()}"), "w").close()
 while gate and not os.path.exists(gate):
@@ -102,13 +107,28 @@ def overlaps(spans: list[tuple[str, float, float]]) -> int:
     return count
 
 
-def surroundings(fake: FakeNvml, claims: Path) -> dict[str, str]:
-    """The environment of a wrapper on the fake machine."""
-    own = {"GPUGUARD_DIR": str(claims), "GPUGUARD_EVENTS": str(claims / "events.jsonl"), "GPUGUARD_BACKEND": "nvml"}
+def surroundings(fake: FakeNvml | None, claims: Path, backend: str = "nvml") -> dict[str, str]:
+    """The environment of a wrapper on a machine with the fake driver, or that another backend reads."""
+    own = {"GPUGUARD_DIR": str(claims), "GPUGUARD_EVENTS": str(claims / "events.jsonl"), "GPUGUARD_BACKEND": backend}
     foreign = ("CUDA_", "SLURM_", "GPUGUARD_")
-    return (
-        {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | fake.environment() | own
-    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return kept | (fake.environment() if fake else {}) | own
+
+
+@contextmanager
+def of_nvidia(place: Path, latency_us: int) -> Iterator[dict[str, str]]:
+    """A machine with 8 devices of NVIDIA: the environment of a wrapper."""
+    with FakeNvml(place) as fake:
+        fake.latency_us = latency_us
+        yield surroundings(fake, place / "claims")
+
+
+@contextmanager
+def of_amd(place: Path, *, divided: bool) -> Iterator[dict[str, str]]:
+    """A machine with 8 devices of AMD, whole or divided into 63 partitions: the environment of a wrapper."""
+    gpus = [MI300X_CPX] * 7 + [replace(MI300X_CPX, partitions=7)] if divided else [MI300X] * 8
+    tree = AmdTree(place / "machine", *gpus)
+    yield surroundings(None, place / "claims", f"amd:{tree.root}")
 
 
 def main() -> int:
@@ -117,17 +137,19 @@ def main() -> int:
     parser.add_argument("--starters", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--latency", type=int, nargs="+", default=[0, 500], metavar="US", help="per driver call")
+    parser.add_argument("--amd", choices=("gpus", "partitions"), help="on such devices instead")
     parser.add_argument("--wait", action="store_true", help="all wait until they have run")
     args = parser.parse_args()
     faults = 0
-    for latency in args.latency:
+    for latency in args.latency if args.amd is None else [0]:
         for number in range(args.rounds):
-            with tempfile.TemporaryDirectory() as name, FakeNvml(Path(name)) as fake:
-                fake.latency_us = latency
-                environment = surroundings(fake, Path(name) / "claims")
-                outcome = start_together(Path(name) / "round", environment, args.starters, wait=args.wait)
-            print(f"{latency} us per call, round {number + 1}: {outcome}", flush=True)
-            expected = args.starters if args.wait else 8
+            with tempfile.TemporaryDirectory() as name:
+                place = Path(name)
+                machine = of_amd(place, divided=args.amd == "partitions") if args.amd else of_nvidia(place, latency)
+                with machine as environment:
+                    outcome = start_together(place / "round", environment, args.starters, wait=args.wait)
+            print(f"{args.amd or f'{latency} us per call'}, round {number + 1}: {outcome}", flush=True)
+            expected = args.starters if args.wait else min(args.starters, 63 if args.amd == "partitions" else 8)
             faults += outcome.doubles + outcome.tracebacks + (outcome.ran != expected)
     return 1 if faults else 0
 

@@ -18,9 +18,9 @@ from gpuguard.cli import build_parser
 from gpuguard.cli.options import name_backend
 from gpuguard.errors import BackendError, DriverMismatch, InvalidRequest
 from gpuguard.lock import Allocator
-from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.model import MODEL, Device, Gap, Snapshot
 from gpuguard.request import Request
-from gpuguard.select import unread_vendor
+from gpuguard.select import choose, unread_vendor
 from gpuguard.source import SnapshotSource
 from gpuguard.vendors import INTEL, NVIDIA, VENDORS
 
@@ -303,8 +303,7 @@ def test_a_request_misses_a_vendor_that_cannot_be_read_if_it_could_take_its_devi
 
 
 def allocator(place: Path, *workers: Worker, **conditions: object) -> Allocator:
-    backend = MergedBackend(",".join(worker.name for worker in workers), workers)
-    return Allocator(backend, lock_directory(str(place / "claims")), [Request(**conditions)], environ={})
+    return Allocator(merged(*workers), lock_directory(str(place / "claims")), [Request(**conditions)], environ={})
 
 
 def test_such_a_request_is_an_error_that_says_how_to_do_without_and_others_go_on(tmp_path):
@@ -319,6 +318,31 @@ def test_such_a_request_is_an_error_that_says_how_to_do_without_and_others_go_on
     assert not isinstance(error.value, InvalidRequest)
     with allocator(tmp_path, broken, amd, vendor="amd").acquire() as claim:
         assert [device.vendor for device in claim] == ["amd"]
+
+
+def test_what_the_indices_of_a_list_depend_on_is_read_before_they_are_believed(tmp_path):
+    asked: list[Collection[str]] = []
+
+    class Recording(Worker):
+        def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+            asked.append(fields)
+            return super().sample(fields, devices)
+
+    backend = merged(Recording("intel", ARC))
+    environ = {"ZE_AFFINITY_MASK": "0"}
+    Allocator(backend, lock_directory(str(tmp_path / "claims")), [Request()], environ=environ).preview()
+
+    assert MODEL not in asked[0] and MODEL in asked[1]
+
+
+def test_a_device_of_another_vendor_is_refused_and_there_are_no_other_vendors():
+    snapshot = a_snapshot(a_device(), ARC)
+    choice = choose(snapshot, Request(vendor="intel"), {})
+
+    assert [device.vendor for device in choice.devices] == ["intel"]
+    assert [reason.text for reason in choice.refused[0].reasons] == ["its vendor is NVIDIA"]
+    with pytest.raises(InvalidRequest, match="there is no vendor 'voodoo': choose one of nvidia, amd"):
+        Request(vendor="voodoo")
 
 
 @pytest.mark.parametrize("node", [True, False])

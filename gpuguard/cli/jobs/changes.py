@@ -121,7 +121,7 @@ def _again(store: JobStore, stored: StoredJob, states: Sequence[TaskState]) -> N
 
 def _retry_options(parser: argparse.ArgumentParser) -> None:
     ids_options(parser)
-    parser.add_argument("--failed", action="store_true", help="only the tasks that did not succeed")
+    parser.add_argument("--failed", action="store_true", help="only the tasks that have failed or were lost")
 
 
 def _resume(args: argparse.Namespace) -> int:
