@@ -118,9 +118,15 @@ class DeviceField:
         return not (self.harmless or self.is_number or self.type.startswith("bool"))
 
 
-def read_with(group: str, unit: str = "", plausible: tuple[float, float] | None = None, **facts: Any) -> Any:
-    """Make a field of Device that is unknown until *group* is read; the arguments are those of DeviceField."""
-    return field(default=None, metadata={"group": group, "unit": unit, "plausible": plausible, **facts})
+def read_with(
+    group: str, unit: str = "", plausible: tuple[float, float] | None = None, default: Any = None, **facts: Any
+) -> Any:
+    """Make a field of Device that is *default* until *group* is read; the other arguments are those of DeviceField.
+
+    A field that is new has the *default* that all devices of before have.  It does not travel then, so that a program
+    from before an upgrade, which does not know it, understands the worker of today.
+    """
+    return field(default=default, metadata={"group": group, "unit": unit, "plausible": plausible, **facts})
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,10 @@ class Device:
     # As in /proc/PID/status Cpus_allowed_list: "0-15,32-47".
     cpu_affinity: str | None = read_with(MODEL, of_board=True, harmless=True)
     integrated: bool | None = read_with(
-        MODEL, of_board=True, query=("integrated", "Yes or No: it is part of the CPU and has no memory of its own")
+        MODEL,
+        default=False,
+        of_board=True,
+        query=("integrated", "Yes or No: it is part of the CPU and has no memory of its own"),
     )
     vendor: str = "nvidia"  # a row of vendors.VENDORS
     ordinal: int | None = None  # its index among its vendor's devices; None if no other vendor's come before it
@@ -165,7 +174,7 @@ class Device:
     )  # fmt: skip
     # Its memory is the host's: memory_free is what the host can still give.
     memory_shared_with_host: bool | None = read_with(
-        MEMORY, of_board=True, metric=("memory_shared_with_host", "1 when its memory is the host's."),
+        MEMORY, default=False, of_board=True, metric=("memory_shared_with_host", "1 when its memory is the host's."),
         query=("memory.shared_with_host", "Yes or No: it is the host's"),
     )  # fmt: skip
     processes: tuple[GpuProcess, ...] | None = read_with(PROCESSES)  # None if the driver gives no list
@@ -191,7 +200,8 @@ class Device:
     mig_mode: bool | None = read_with(HEALTH, of_board=True, query=("mig.mode.current", "Enabled or Disabled"))
     # The driver has switched it off until it is used.  Its sensors are not read, because that could wake it.
     asleep: bool | None = read_with(
-        HEALTH, of_board=True, metric=("asleep", "1 while its driver has switched it off until it is used."),
+        HEALTH, default=False, of_board=True,
+        metric=("asleep", "1 while its driver has switched it off until it is used."),
         query=("asleep", "Yes or No: its driver has switched it off until it is used"),
     )  # fmt: skip
     parent_uuid: str | None = None  # of a MIG instance

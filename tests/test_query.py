@@ -81,7 +81,7 @@ def test_the_time_is_written_as_nvidia_smi_writes_it():
 
 @pytest.mark.parametrize("name", sorted(GPU_FIELDS))
 def test_what_is_not_known_is_not_zero(name):
-    bare = model.Device(0, "GPU-0")
+    bare = model.Device(0, "GPU-0", asleep=None, integrated=None, memory_shared_with_host=None)
     (row,) = to_json(a_snapshot(bare, driver_version=None), query_of(name, apps=False))["rows"]
     (line,) = csv_lines(a_snapshot(bare, driver_version=None), query_of(name, apps=False), header=False)
 
