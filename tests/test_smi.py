@@ -216,7 +216,8 @@ def test_sections_may_be_missing(tmp_path):
 
     (device,) = snapshot.devices
     assert {field.name for field in fields(Device) if getattr(device, field.name) not in (None, True, ())} <= {
-        "index", "uuid", "vendor", "mig_mode", "asleep", "processes_plausible", "desktop_memory",
+        "index", "uuid", "vendor", "mig_mode", "asleep", "integrated", "memory_shared_with_host",
+        "processes_plausible", "desktop_memory",
     }  # fmt: skip
     assert len(snapshot.gaps) > 30
 
