@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from gpuguard.model import Device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Vendor:
-    """How a vendor's driver, its libraries and its devices show themselves on any machine."""
+    """How a vendor's driver, libraries and devices show themselves on any machine; it lacks what is not said."""
 
     name: str  # as Device.vendor has it
     title: str  # the beginning of the names of its models
@@ -24,27 +24,27 @@ class Vendor:
     pci_id: str  # of the vendor, as /sys has it
 
     visible: str  # the variable that lists the devices which a process may use, by index or uuid
-    listed_uuids: str  # a pattern of the uuids that this list may hold, or "" if it holds indices alone
+    listed_uuids: str = ""  # a pattern of the uuids that this list may hold, or "" if it holds indices alone
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
     # Variables that choose once more among the devices that `visible` leaves, which are numbered from 0 again.
-    filters: tuple[str, ...]
-    container: str  # the variable that says which devices a container runtime has let in, or ""
+    filters: tuple[str, ...] = ()
+    container: str = ""  # the variable that says which devices a container runtime has let in, or ""
     uuid_prefix: str
-    instance_prefix: str  # of the uuids of instances, or "" if it has none
+    instance_prefix: str = ""  # of the uuids of instances, or "" if it has none
     # Its instances are partitions, of which a process can use several; otherwise it can use one, as of MIG instances.
-    partitions: bool
+    partitions: bool = False
 
-    control_node: str  # every process that computes has it open
-    compute_node: str  # opened when a process begins to compute, and by no program that only reads the driver
+    control_node: str = ""  # every process that computes has it open
+    compute_node: str = ""  # opened when a process begins to compute, and by no program that only reads the driver
     device_node: str  # followed by the minor number of the device
-    nodes: tuple[str, ...]  # the nodes that only users of this driver have open, as globs
-    may_lack_nodes: bool  # its programs may compute where it has no node at all, as under WSL
-    major: int  # of the nodes of devices, or 0 if --isolate does not know them
-    last_minor: int  # of a device; the nodes with higher minors are shared by all jobs
-    node_maker: str  # the command that makes its nodes where no program has used the driver yet, or ""
-    capabilities: str  # the row of /proc/devices of the nodes that let a process into an instance
-    capability_node: str  # followed by the minor number of such a node
-    capability_minors: str  # the file that says which of these nodes is which
+    nodes: tuple[str, ...] = ()  # the nodes that only users of this driver have open, as globs
+    may_lack_nodes: bool = False  # its programs may compute where it has no node at all, as under WSL
+    major: int = 0  # of the nodes of devices, or 0 if --isolate does not know them
+    last_minor: int = 0  # of a device; the nodes with higher minors are shared by all jobs
+    node_maker: str = ""  # the command that makes its nodes where no program has used the driver yet, or ""
+    capabilities: str = ""  # the row of /proc/devices of the nodes that let a process into an instance
+    capability_node: str = ""  # followed by the minor number of such a node
+    capability_minors: str = ""  # the file that says which of these nodes is which
     versions: tuple[str, ...]  # files that say the version of the loaded kernel module
     programs: tuple[str, ...]  # services and tools of the driver, as globs of their names
 
@@ -52,8 +52,8 @@ class Vendor:
     topology_command: str  # shows how its GPUs are connected
     log_words: tuple[str, ...]  # that the lines of its driver in the kernel's log contain
     container_options: str  # with which a container gets its GPUs
-    toolkit: tuple[str, str] | None  # what its programs compute with, and the file that says the version
-    tried: bool  # gpuguard was tried on such hardware, not only on files of it
+    toolkit: tuple[str, str] | None = None  # what its programs compute with, and the file that says the version
+    tried: bool = False  # gpuguard was tried on such hardware, not only on files of it
 
     def kernel_version(self, root: str = "") -> str | None:
         """Return the version of the kernel module that is loaded, "580.65.06", or None if it does not say."""
@@ -83,11 +83,9 @@ NVIDIA = Vendor(
     visible="CUDA_VISIBLE_DEVICES",
     listed_uuids=".+",
     numbering={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-    filters=(),
     container="NVIDIA_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
     instance_prefix="MIG-",
-    partitions=False,
     control_node="/dev/nvidiactl",
     compute_node="/dev/nvidia-uvm",
     device_node="/dev/nvidia",
@@ -116,7 +114,6 @@ NVIDIA = Vendor(
     topology_command="nvidia-smi topo -m",
     log_words=("nvrm", "xid"),
     container_options="--gpus all (NVIDIA Container Toolkit)",
-    toolkit=None,
     tried=True,
 )
 
@@ -144,13 +141,8 @@ AMD = Vendor(
     compute_node="/dev/kfd",
     device_node="/dev/dri/renderD",
     nodes=("/dev/kfd",),  # its nodes in DRM_NODES say which GPU is used
-    may_lack_nodes=False,
     major=DRM_MAJOR,
     last_minor=2**20 - 1,
-    node_maker="",
-    capabilities="",
-    capability_node="",
-    capability_minors="",
     versions=("/sys/module/amdgpu/version",),
     programs=("rdcd", "amdgpu_top", "amd_smi_exporter", "radeontop"),
     tool="rocm-smi",
@@ -158,7 +150,6 @@ AMD = Vendor(
     log_words=("amdgpu",),
     container_options="--device /dev/kfd --device /dev/dri",
     toolkit=("ROCm", "/opt/rocm/.info/version"),
-    tried=False,
 )
 
 INTEL = Vendor(
@@ -168,33 +159,18 @@ INTEL = Vendor(
     drivers=("xe", "i915"),
     pci_id="0x8086",
     visible="ZE_AFFINITY_MASK",
-    listed_uuids="",
     # An index means a card rather than a tile, and cards are counted by PCI address.
     numbering={"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"},
-    filters=(),
-    container="",
     uuid_prefix="PCI-",  # no GPU of Intel tells a number of its own
-    instance_prefix="",
-    partitions=False,
-    control_node="",
-    compute_node="",
     device_node="/dev/dri/renderD",
-    nodes=(),
-    may_lack_nodes=False,
     major=DRM_MAJOR,
     last_minor=2**20 - 1,
-    node_maker="",
-    capabilities="",
-    capability_node="",
-    capability_minors="",
     versions=("/sys/module/xe/version", "/sys/module/i915/version"),
     programs=("xpumd", "xpu-smi", "intel_gpu_top"),
     tool="xpu-smi",
     topology_command="xpu-smi topology -m",
     log_words=("xe", "i915"),
     container_options="--device /dev/dri",
-    toolkit=None,
-    tried=False,
 )
 
 MTHREADS = Vendor(
@@ -204,32 +180,17 @@ MTHREADS = Vendor(
     drivers=("mtgpu",),
     pci_id="0x1ed5",
     visible="MUSA_VISIBLE_DEVICES",
-    listed_uuids="",
     numbering={},
-    filters=(),
     container="MTHREADS_VISIBLE_DEVICES",
     uuid_prefix="GPU-",
-    instance_prefix="",
-    partitions=False,
-    control_node="",
-    compute_node="",
     device_node="/dev/mtgpu.",
     nodes=("/dev/mtgpu*",),
-    may_lack_nodes=False,
-    major=0,
-    last_minor=0,
-    node_maker="",
-    capabilities="",
-    capability_node="",
-    capability_minors="",
     versions=("/sys/module/mtgpu/version",),
     programs=("mthreads-gmi",),
     tool="mthreads-gmi",
     topology_command="mthreads-gmi topo -m",
     log_words=("mtgpu",),
     container_options="--runtime mthreads --env MTHREADS_VISIBLE_DEVICES=all",
-    toolkit=None,
-    tried=False,
 )
 
 VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD, INTEL, MTHREADS)}
