@@ -440,6 +440,7 @@ def test_who_top_the_page_metrics_json_and_explain_agree_on_the_state_of_each_de
 ALL_FREE = dict.fromkeys(LABELS, ("free", ""))
 
 
+@pytest.mark.root  # some machines have reservations for others
 @pytest.mark.parametrize(
     ("name", "copy"),
     [("top.devices.LABELS", ALL_FREE), ("views.who.LABELS", ALL_FREE), ("lock.claimed_by", nothing)],

@@ -442,9 +442,9 @@ def test_the_list_for_programs_says_all(node):
 
 def test_the_lock_of_a_dispatcher_that_another_user_has_made_is_refused(node, monkeypatch):
     node.submit("--hold", "--", "true")
-    path = lock_path(directory_of(node.source), node.store, node.source)
-    monkeypatch.setattr(os, "geteuid", lambda: Path(path).stat().st_uid + 1)
-    Path(lock_path(directory_of(node.source), node.store, node.source)).touch()
+    directory, uid = directory_of(node.source), os.getuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    Path(lock_path(directory, node.store, node.source)).touch()
 
     with pytest.raises(ClaimError, match="another user's"):
-        dispatcher_of(directory_of(node.source), node.store, node.source)
+        dispatcher_of(directory, node.store, node.source)
