@@ -239,6 +239,19 @@ def test_a_dispatcher_that_is_killed_loses_nothing_and_the_next_command_starts_a
     assert until(lambda: node.dispatcher() is None)
 
 
+def test_a_dispatcher_that_has_only_begun_is_not_taken_for_dead(node):
+    node.submit("--hold", "--", "true")
+
+    assert node.dispatcher() is not None
+
+
+def test_the_last_job_is_shown_and_waited_for_if_none_is_named(node):
+    job = node.submit("--", "sh", "-c", "exit 3")
+
+    assert run_command_line(["jobs", "wait"]) == 3
+    assert f"job:        {job}\n" in node("jobs", "show")
+
+
 def test_a_dispatcher_whose_lock_was_removed_leaves_the_jobs_to_the_next_one(node):
     blocker = node.submit("-n", "2", "--", "sleep", "600")
     node.until(blocker, "running")

@@ -22,8 +22,20 @@ from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import READING, create_file, open_in_place
 from gpuguard.locale import _
 
-# The dispatcher must not be the child of a process that would have to reap it, such as a notebook.
-_DETACH = "import os, sys; os.fork() or os.execv(sys.argv[1], sys.argv[1:])"
+# The dispatcher must not be the child of a process that would have to reap it, such as a notebook.  It has its lock
+# before it loads gpuguard, so that no command that comes meanwhile takes it for dead: the pipe is closed by exec.
+_DETACH = """
+import contextlib, fcntl, os, sys
+lock, (executing, its_end) = os.open(sys.argv[1], os.O_RDONLY | os.O_NOFOLLOW), os.pipe()
+if os.fork():
+    os.close(its_end)
+    os.read(executing, 1)
+else:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.set_inheritable(lock, True)
+    os.execv(sys.argv[2], [*sys.argv[2:], "--lock", str(lock)])
+"""
 # The variables of what a dispatcher is started in, which it outlives; a job has its own environment.
 _OF_THE_STARTER = ("CUDA_", "ROCR_", "HIP_", "ZE_", "SLURM_", "GPUGUARD_CLAIM", "GPUGUARD_GPUS", "GPUGUARD_MEMORY")
 
@@ -71,7 +83,7 @@ def changed(store: JobStore, source: Source, *, may_start: bool = True) -> None:
     store.tell()
     pid = dispatcher_of(directory, store, source)
     if pid is None and may_start:
-        _start(store, source)
+        _start(directory, store, source)
     elif pid:
         from gpuguard.queue.leader import MAY_START  # 20 ms, where there is one
         from gpuguard.queue.tickets import tickets_of_process, wake
@@ -85,13 +97,14 @@ def start_missing(store: JobStore, jobs: Jobs) -> bool:
     waiting = {state.job for state in jobs.waiting(time.time())}
     for source in {stored.record.source for stored in jobs.stored if stored.id in waiting}:
         with suppress(GpuguardError, OSError):
-            if dispatcher_of(directory_of(source, make=True), store, source) is None:
-                _start(store, source)
+            directory = directory_of(source, make=True)
+            if dispatcher_of(directory, store, source) is None:
+                _start(directory, store, source)
                 missing = True
     return missing
 
 
-def _start(store: JobStore, source: Source) -> None:
+def _start(directory: LockDirectory, store: JobStore, source: Source) -> None:
     """Start a dispatcher that outlives this process and its terminal.  Raises GpuguardError, OSError."""
     words = [sys.executable, "-m", "gpuguard", "jobs", "dispatch"]
     words += ["--backend", source.backend] if source.backend else []
@@ -100,7 +113,7 @@ def _start(store: JobStore, source: Source) -> None:
     scope = IN_SCOPE if fate_at_logout() == NEEDS_SCOPE else ()
     with open(os.path.join(store.place, "dispatcher.log"), "ab") as log:
         done = subprocess.run(
-            [*scope, sys.executable, "-I", "-S", "-c", _DETACH, *words],
+            [*scope, sys.executable, "-I", "-S", "-c", _DETACH, lock_path(directory, store, source), *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -27,7 +27,7 @@ from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli.jobs import changes
-from gpuguard.cli.jobs.changes import ids_options, meant, one_meant
+from gpuguard.cli.jobs.changes import IDS_OR_LAST, ids_or_last_options, meant, one_meant
 from gpuguard.cli.options import add_source_options, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard jobs [ACTION] [options]"
     parser.set_defaults(action=None)
     _list_options(parser)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", prog="gpuguard jobs")
     for name, (purpose, options, _main) in VERBS.items():
         options(actions.add_parser(name, help=purpose, description=f"{purpose[:1].upper()}{purpose[1:]}."))
 
@@ -145,7 +145,7 @@ def _copy(path: str, position: int) -> int:
 
 
 def _log_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", nargs="?", default="@", help="default: @, the last one")
+    parser.add_argument("job", metavar="JOB", nargs="?", default="@", help=IDS_OR_LAST)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     parser.add_argument("--attempt", type=int, metavar="N", help="that attempt (default: the last one)")
     parser.add_argument("--path", action="store_true", help="print the name of the file")
@@ -158,7 +158,7 @@ def _wait(args: argparse.Namespace) -> int:
 
 
 def _wait_options(parser: argparse.ArgumentParser) -> None:
-    ids_options(parser)
+    ids_or_last_options(parser)
     parser.add_argument("--for", dest="for_", metavar="DURATION", help="at most so long; then the exit code is 124")
     parser.add_argument("--any", action="store_true", help="until one of them has ended")
 
@@ -192,6 +192,11 @@ def exit_code(state: TaskState) -> int:
     return EXIT_LOST if state.status is None else state.status
 
 
+def _dispatch_options(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    parser.add_argument("--lock", type=int, default=-1, help=argparse.SUPPRESS)  # a descriptor: see batch.dispatchers
+
+
 def _dispatch(args: argparse.Namespace) -> int:
     from gpuguard.cli.jobs.dispatcher import main  # 100 ms, for the dispatcher alone
 
@@ -199,9 +204,9 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "show": ("everything about a job", ids_options, _show),
+    "show": ("everything about a job", ids_or_last_options, _show),
     "log": ("what a job prints", _log_options, _log),
     "wait": ("wait until jobs have ended, and return their exit code", _wait_options, _wait),
     **changes.VERBS,
-    "dispatch": ("wait in the queue for all jobs; submit starts it", add_source_options, _dispatch),
+    "dispatch": ("wait in the queue for all jobs; submit starts it", _dispatch_options, _dispatch),
 }

@@ -31,9 +31,15 @@ from gpuguard.views.text import put
 
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
+IDS_OR_LAST = "such as 17, or 17.3 for a task of it (default: @, the last)"
+
 
 def ids_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="such as 17, 17.3 for a task of it, or @ for the last")
+
+
+def ids_or_last_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("jobs", metavar="JOB", nargs="*", default=["@"], help=IDS_OR_LAST)
 
 
 def one_meant(store: JobStore, word: str) -> tuple[StoredJob, int | None]:

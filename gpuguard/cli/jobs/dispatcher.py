@@ -69,7 +69,9 @@ class Dispatcher:
         self.store, self.source = store, Source(backend=args.backend, dir=args.dir)
         self.directory = directory_of(self.source, make=True)
         self.backend = backend_of(args)
-        self.lock = -1
+        self.lock = args.lock
+        if self.lock >= 0:
+            os.set_inheritable(self.lock, False)  # what we start may outlive us
         self.seen = b""  # the last change of the records that was read
         self.until: float | None = None  # unix time at which they may mean something else by themselves
         self.public = PublicJobs()  # what was written last
@@ -90,9 +92,10 @@ class Dispatcher:
             remove_ended(self.store, time.time() - KEPT_SECONDS)
 
     def _becomes_the_only_one(self) -> bool:
-        if self.lock >= 0:
-            os.close(self.lock)
-        self.lock = open_lock(self.directory, self.store, self.source)
+        if not self._is_the_only_one():
+            with suppress(OSError):  # it has none yet
+                os.close(self.lock)
+            self.lock = open_lock(self.directory, self.store, self.source)
         for _attempt in range(_LOCK_TRIES):
             if try_flock(self.lock):
                 return True
