@@ -405,6 +405,19 @@ def test_jobs_of_several_kinds_get_the_gpus_that_each_has_asked_for(node):
     assert node.log(share) == [str(10 * 2**30)]
 
 
+def test_a_wide_job_that_has_waited_for_the_bound_is_not_passed_by_later_ones_of_its_user(node, monkeypatch):
+    site = node.place / "line.yaml"
+    site.write_text("bound: 1ms\n")
+    monkeypatch.setenv("GPUGUARD_LINE", str(site))
+    blocker = node.submit("--", "sleep", "600")
+    node.until(blocker, "running")
+    wide, narrow = (node.submit("-n", count, "--", "true") for count in "21")
+    node("jobs", "cancel", str(blocker))
+
+    assert run_command_line(["jobs", "wait", str(wide), str(narrow)]) == 0
+    assert node.task(wide).started < node.task(narrow).started
+
+
 def test_the_site_bounds_how_many_tasks_of_a_user_wait(node, monkeypatch):
     site = node.place / "line.yaml"
     site.write_text("jobs: {waiting: 3}\n")

@@ -196,7 +196,8 @@ class Dispatcher:
     def _start_one(self, candidates: Sequence[Candidate]) -> None:
         """Wait for devices for one of *candidates*, and start it.  Raises _Changed, GpuguardError, OSError."""
         first, began = candidates[0], time.monotonic()
-        asked, requests = _asked_together(candidates)
+        bound = read_queue_settings(self.directory).rules.bound
+        asked, requests = _asked_together(candidates, bound)
         time_limits = [candidate.job.time_limit for candidate in asked]
         longest = None if None in time_limits else max(limit or 0.0 for limit in time_limits)
         details = JobDetails(first.args.note, first.job.command, longest, None, priority_of(first.args))
@@ -205,7 +206,7 @@ class Dispatcher:
             if self.store.change() != self.seen or (self.until is not None and time.time() >= self.until):
                 jobs = self._read()
                 now = [] if list(jobs.doomed()) else self._candidates(jobs)
-                if not now or _asked_together(now)[1] != requests:
+                if not now or _asked_together(now, bound)[1] != requests:
                     raise _Changed
 
         on_wait = _Callback(check, lambda: self.tell_every)
@@ -291,14 +292,15 @@ class _Callback:
         return self.seconds()
 
 
-def _asked_together(candidates: Sequence[Candidate]) -> tuple[list[Candidate], tuple[Request, ...]]:
+def _asked_together(candidates: Sequence[Candidate], bound: float) -> tuple[list[Candidate], tuple[Request, ...]]:
     """Return the first of *candidates* and those that one ticket can ask for with it, and all of their requests.
 
-    They have its priority, and a ticket has only so many alternatives.
+    They have its priority, and a ticket has only so many alternatives.  Once the first has waited for *bound* seconds,
+    because small jobs always find a GPU before it finds four, it is asked for alone: as between requests in the queue.
     """
     first, *others = candidates
     asked, requests = [first], dict.fromkeys(first.requests)
-    for candidate in others:
+    for candidate in others if first.record.submitted + bound > time.time() else ():
         more = requests | dict.fromkeys(candidate.requests)
         if candidate.args.priority == first.args.priority and len(more) <= 1 + MOST_ALTERNATIVES:
             asked.append(candidate)
