@@ -31,7 +31,7 @@ LINES = 4  # of a message, without a list of devices
 
 # run, then what the message must contain.  PLACE is a directory of the test's own.
 RUN_WORDS = [  # found before anything is read
-    ("", "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`"),
+    ("", "a command to run is missing, as in `-n 2 -- python train.py`"),
     ("-n 2", "a command to run is missing"),
     ("--memory-limit 0% true", "--memory-limit: a limit of 0 ends every job"),
     ("--time-limit 1s --idle-limit 0s true", "--idle-limit: a limit of 0 ends every job"),

@@ -222,8 +222,13 @@ def test_a_job_that_waits_is_cancelled_held_changed_and_put_first(node):
     node.until(jobs[2], "completed")
     assert node.log(jobs[2]) == ["two words"]
     assert node.task(jobs[1]).state == "waiting"
+    assert f"job {jobs[1]} has not started" in node.fails("jobs", "log", "@~1", status=2)
     node("jobs", "unhold", str(jobs[1]))
     node.until(jobs[1], "completed")
+    node("jobs", "hold", str(jobs[1]), status=1)
+    node("jobs", "retry", str(jobs[1]))
+    node.until(jobs[1], "completed")
+    assert node.task(jobs[1]).attempt == 2
 
 
 def test_a_dispatcher_that_is_killed_loses_nothing_and_the_next_command_starts_another(node):

@@ -374,7 +374,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
     """Return the command line of the job, without the ``--`` before it."""
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
-        raise InvalidRequest(_("a command to run is missing, as in `gpuguard run -n 2 -- python train.py`."))
+        raise InvalidRequest(_("a command to run is missing, as in `-n 2 -- python train.py`."))
     if words[0].startswith("-") and words is args.command:
         raise InvalidRequest(
             _("there is no option {words}.  Write `--` before a command that begins with a dash.").format(

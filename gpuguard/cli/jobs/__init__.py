@@ -27,7 +27,7 @@ from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli.jobs import changes
-from gpuguard.cli.jobs.changes import IDS_OR_LAST, ids_or_last_options, meant, one_meant
+from gpuguard.cli.jobs.changes import IDS_OR_LAST, ids_or_last_options, job_name, meant, one_meant
 from gpuguard.cli.options import add_source_options, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
@@ -115,7 +115,7 @@ def _log(args: argparse.Namespace) -> int:
             attempt = state.attempt  # the last one
         path = store.log_path(stored.id, state.task, attempt)
         if attempt > state.attempt and not args.follow:
-            raise InvalidRequest(_("job {job} has not started yet.").format(job=args.job))
+            raise InvalidRequest(_("job {job} has not started yet.").format(job=job_name(stored, task)))
         if args.path:
             put([path])
             return 0

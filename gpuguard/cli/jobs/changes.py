@@ -150,14 +150,20 @@ def _change(args: argparse.Namespace, how: Callable[[argparse.Namespace, JobReco
     for stored, task in meant(store, args.jobs):
         if task is not None:
             raise InvalidRequest(_("{job}.{task} is a task: name its job, {job}.").format(job=stored.id, task=task))
-        store.replace(how(args, stored.record))
-        changed(store, stored.record.source)
-        if any(state.state == "waiting" for state in _states(store, stored, None)):
+        if waits := _waits(store, stored):  # what a job of the past is tried again with must be what it was
+            store.replace(how(args, stored.record))
+            changed(store, stored.record.source)
+            waits = _waits(store, stored)
+        if waits:
             put([_(said).format(job=stored.id)])
         else:
             put([f"gpuguard: {_('no task of job {job} waits any more.').format(job=stored.id)}"], sys.stderr)
             status = 1
     return status
+
+
+def _waits(store: JobStore, stored: StoredJob) -> bool:
+    return any(state.state == "waiting" for state in _states(store, stored, None))
 
 
 def _held(args: argparse.Namespace, record: JobRecord) -> JobRecord:
