@@ -1,17 +1,16 @@
 """What comments and docstrings of the package refer to with "see ..." is there."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
+from functools import cache
 
 from sources import module_name, modules, tree
 
 # Not manual pages, paths, or words of English.
 _NAME = r"(?!the |its )([a-zA-Z_]\w*(?:\.[a-zA-Z_]\w*)*)(?![\w/]|\.[a-z]|\(\d)"
+_COMMENT = re.compile(r"\s*([^#\s].*  )?(?:#(.*))?")
 _SEE = re.compile(rf"(?:^|[:.,] |\()[Ss]ee {_NAME}(?:\(\))?(?: and {_NAME})?")
-MODULES = [module_name(path) for path in modules()]
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
@@ -23,13 +22,14 @@ def names_in(node: ast.AST) -> Iterator[str]:
             yield inner.id
 
 
-NAMES = {module_name(path): {*names_in(tree(path))} for path in modules()}
-MEMBERS = {
-    node.name: {*names_in(node)}
-    for path in modules()
-    for node in ast.walk(tree(path))
-    if isinstance(node, ast.ClassDef)
-}
+@cache  # not while tests are collected, which each worker does
+def known() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """What each module has, and what each class has."""
+    trees = {module_name(path): tree(path) for path in modules()}
+    classes = [node for whole in trees.values() for node in ast.walk(whole) if isinstance(node, ast.ClassDef)]
+    return {name: {*names_in(whole)} for name, whole in trees.items()}, {
+        node.name: {*names_in(node)} for node in classes
+    }
 
 
 def texts(source: str) -> Iterator[str]:
@@ -38,12 +38,13 @@ def texts(source: str) -> Iterator[str]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             yield " ".join((ast.get_docstring(node) or "").split())
     comment = ""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comment += token.string.removeprefix("#") + " "
-        elif token.type not in (tokenize.NL, tokenize.NEWLINE):
+    for line in source.splitlines():
+        code, found = _COMMENT.match(line).groups()
+        if code or found is None:
             yield " ".join(comment.split())
             comment = ""
+        comment += f"{found or ''} "
+    yield " ".join(comment.split())
 
 
 def references(source: str) -> list[str]:
@@ -53,18 +54,19 @@ def references(source: str) -> list[str]:
 def is_there(reference: str, module: str) -> bool:
     """Whether a module, or a name in *module*, of another module or of a class, is called so."""
     owner, _, name = reference.rpartition(".")
-    if any(f".{known}".endswith(f".{reference}") for known in MODULES):
+    names, members = known()
+    if any(f".{home}".endswith(f".{reference}") for home in names):
         return True
     if not owner:
-        return name in NAMES[module] or name in MEMBERS
-    homes = [known for known in MODULES if f".{known}".endswith(f".{owner}")]
-    return any(name in NAMES[home] for home in homes) or name in MEMBERS.get(owner, ())
+        return name in names[module] or name in members
+    homes = [home for home in names if f".{home}".endswith(f".{owner}")]
+    return any(name in names[home] for home in homes) or name in members.get(owner, ())
 
 
 def test_what_a_comment_refers_to_is_there() -> None:
     found = [(module_name(path), name) for path in modules() for name in references(path.read_text(encoding="utf-8"))]
 
-    assert len(found) > 100
+    assert len(found) > 100, len(found)
     assert [(module, name) for module, name in found if not is_there(name, module)] == []
 
 
