@@ -10,7 +10,7 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_parti
 
 from gpuguard import model
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import is_model, used_by
+from gpuguard.eligibility import Reason, Refusal, is_model, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Gap
@@ -33,57 +33,220 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
     return [reason.text for refusal in choice.refused for reason in refusal.reasons]
 
 
+BOB_USES = "used by bob (pid 812, python train.py, 3h12m)"
+A_DESKTOP = {"processes": (a_process(kind="graphics", memory_used=3 * GIB),), "memory_used": 3 * GIB}
+NEVER = (Gap(a_uuid(0), "memory_total", "Not Supported"), Gap(a_uuid(0), "memory_used", "Not Supported"))
+NO_LIST = (Gap(a_uuid(0), "processes", "Not Supported"),)
+UNLISTED = a_device(memory_used=600 * MIB, processes=None)
+
+
 @pytest.mark.parametrize(
-    ("device", "request_fields", "text"),
+    ("device", "request_fields", "said"),
     [
-        (a_device(processes=(BOB,), memory_used=41 * GIB), {}, "41.0GiB used by bob (pid 812, python train.py, 3h12m)"),
-        (a_device(memory_used=600 * MIB), {}, "600MiB in use, by no process that is visible"),
-        (a_device(memory_used=600 * MIB, processes=None), {}, "600MiB in use; an idle GPU may hold"),
-        (a_device(memory_used=3 * GIB), {"tolerance": 2 * GIB}, "an idle GPU may hold 2.0GiB (--tolerance)"),
-        (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
-        (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
-        (a_device(problems=("lost",)), {}, "lost"),
+        # what passes by itself
+        (a_device(processes=(BOB,), memory_used=41 * GIB), {}, Reason(f"41.0GiB {BOB_USES}")),
+        (a_device(memory_used=None, processes=(BOB,)), {}, Reason(BOB_USES)),
         (
-            a_device(processes=(a_process(kind="graphics", memory_used=3 * GIB),), memory_used=3 * GIB),
-            {},
-            ", more than the 2.0GiB that a desktop may hold: --tolerance 4GiB starts beside it",
+            a_device(processes=(BOB, a_process()), memory_used=50 * GIB),
+            {"max_processes": 1},
+            Reason(f"50.0GiB {BOB_USES}, alice (pid 4711, python train.py, 2h30m) (2 processes)"),
         ),
-        (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
-        (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
-        (a_device(mig_mode=True), {}, "MIG mode is on, but it has no MIG instance"),
-        (a_device(), {"mig": "3g.40gb"}, "not divided into instances"),
-        (INSTANCE, {"mig": "1g.10gb"}, "its profile is 3g.40gb"),
-        (replace(INSTANCE, mig_profile=None), {"mig": "3g.40gb"}, "its profile is unknown"),
-        (a_device(memory_total=None), {"min_total": 1}, "its memory is unknown"),
-        (a_device(), {"models": ("A100*",)}, "its model is NVIDIA H100 80GB HBM3"),
-        (a_device(name=None), {"models": ("*",)}, "its model is unknown"),
-        (a_device(), {"min_total": 81 * GIB}, "has 80.0GiB of memory in all"),
-        (a_device(), {"min_free": 81 * GIB}, "has 80.0GiB of memory even when it is empty"),
-        (a_device(memory_used=300 * MIB), {"min_free": 80 * GIB}, "only 79.7GiB free"),
-        (a_device(memory_used=None), {"min_free": 1}, "its free memory is unknown"),
-        (a_device(memory_used=20 * GIB), {"min_free_fraction": 0.8}, "only 75.0% of its memory is free, less than"),
-        (a_device(memory_used=None), {"min_free_fraction": 0.0}, "its free memory is unknown"),
-        (a_device(memory_total=None), {"min_free_fraction": 0.5}, "its memory is unknown"),
-        (a_device(utilization=11.0), {"max_util": 10}, "utilization is 11%"),
-        (a_device(utilization=None), {"max_util": 100}, "its utilization is unknown"),
-        (a_device(memory_utilization=51.0), {"max_memory_util": 50}, "memory utilization is 51%"),
-        (a_device(temperature=None), {"max_temperature": 90}, "its temperature is unknown"),
-        (a_device(processes=(BOB, a_process())), {"max_processes": 1}, "(2 processes)"),
-        (a_device(processes=None), {"max_processes": 1}, "its list of processes is unknown"),
-        (a_device(), {"exclude": ("0",)}, "in --exclude 0"),
-        (a_device(), {"within": (), "within_reason": "Slurm job 7 was given no GPU"}, "Slurm job 7 was given no GPU"),
+        (
+            a_device(processes=(BOB, a_process(), a_process(9)), memory_used=60 * GIB),
+            {},
+            Reason(
+                "60.0GiB used by bob (pid 812, python train.py, 3h12m), alice (pid 9, python train.py, 2h30m) "
+                "and 1 more"
+            ),
+        ),
+        (
+            a_device(**A_DESKTOP),
+            {},
+            Reason(
+                "3.0GiB used by alice (pid 4711, python train.py, 2h30m), more than the 2.0GiB that a desktop may "
+                "hold: --tolerance 4GiB starts beside it"
+            ),
+        ),
+        (
+            a_device(processes_plausible=False, processes=(BOB,)),
+            {},
+            Reason("its process list is not plausible, so who uses it is unknown"),
+        ),
+        (
+            a_device(memory_used=None, processes=None),
+            {},
+            Reason("neither its processes nor its memory in use are known, so nothing says that it is free"),
+        ),
+        (a_device(problems=("unresponsive",)), {}, Reason("unresponsive")),
+        (
+            a_device(compute_mode="exclusive_process", processes=(BOB,)),
+            {"max_processes": 3},
+            Reason("in exclusive-process mode and taken by bob (pid 812, python train.py, 3h12m)"),
+        ),
+        (
+            a_device(memory_used=20 * GIB),
+            {"min_free_fraction": 0.8, "tolerance": 20 * GIB},
+            Reason("only 75.0% of its memory is free, less than 80.0%"),
+        ),
+        (a_device(memory_used=None), {"min_free_fraction": 0.0}, Reason("its free memory is unknown")),
+        (a_device(memory_total=None), {"min_free_fraction": 0.5}, Reason("its memory is unknown")),
+        # what passes by itself, or with another option
+        (
+            a_device(memory_used=600 * MIB),
+            {},
+            Reason(
+                "600MiB in use, by no process that is visible; an idle GPU may hold 512MiB (--tolerance)",
+                option="--tolerance",
+            ),
+        ),
+        (UNLISTED, {}, Reason("600MiB in use; an idle GPU may hold 512MiB (--tolerance)", option="--tolerance")),
+        (
+            a_device(memory_used=3 * GIB),
+            {"tolerance": 2 * GIB},
+            Reason(
+                "3.0GiB in use, by no process that is visible; an idle GPU may hold 2.0GiB (--tolerance)",
+                option="--tolerance",
+            ),
+        ),
+        (a_device(memory_used=300 * MIB), {"min_free": 80 * GIB}, Reason("only 79.7GiB free", option="--min-free")),
+        (a_device(memory_used=None), {"min_free": 1}, Reason("its free memory is unknown", option="--min-free")),
+        (
+            a_device(utilization=11.0),
+            {"max_util": 10},
+            Reason("utilization is 11%, more than 10% (--max-util)", option="--max-util"),
+        ),
+        (a_device(utilization=None), {"max_util": 100}, Reason("its utilization is unknown", option="--max-util")),
+        (
+            a_device(memory_utilization=51.0),
+            {"max_memory_util": 50},
+            Reason("memory utilization is 51%, more than 50% (--max-memory-util)", option="--max-memory-util"),
+        ),
+        (
+            a_device(temperature=91.0),
+            {"max_temperature": 90.5},
+            Reason("temperature is 91C, more than 90.5C (--max-temperature)", option="--max-temperature"),
+        ),
+        (
+            a_device(temperature=None),
+            {"max_temperature": 90},
+            Reason("its temperature is unknown", option="--max-temperature"),
+        ),
+        (
+            a_device(processes=None),
+            {"max_processes": 1},
+            Reason("its list of processes is unknown", option="--max-processes"),
+        ),
+        (
+            a_device(processes=None),
+            {"mine_as_free": frozenset({1})},
+            Reason("its list of processes is unknown", option="--mine-as-free"),
+        ),
+        # what only an administrator changes
+        (a_device(problems=("lost",)), {}, Reason("lost", True)),
+        (
+            a_device(compute_mode="prohibited"),
+            {},
+            Reason(
+                "its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", permanent=True
+            ),
+        ),
+        (
+            a_device(mig_mode=True),
+            {},
+            Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True),
+        ),
+        # what only another request changes
+        (
+            INSTANCE,
+            {"num_gpus": 2},
+            Reason("a MIG instance: one process can use only one (--allow-mig-set)", True, "--allow-mig-set"),
+        ),
+        (a_device(), {"mig": "3g.40gb"}, Reason("not divided into instances", True, "--mig")),
+        (INSTANCE, {"mig": "1g.10gb"}, Reason("its profile is 3g.40gb", True, "--mig")),
+        (replace(INSTANCE, mig_profile=None), {"mig": "3g.40gb"}, Reason("its profile is unknown", True, "--mig")),
+        (a_device(), {"models": ("A100*",)}, Reason("its model is NVIDIA H100 80GB HBM3", True, "--model")),
+        (a_device(name=None), {"models": ("*",)}, Reason("its model is unknown", True, "--model")),
+        (a_device(), {"vendor": "amd"}, Reason("its vendor is NVIDIA", True, "--vendor")),
+        (a_device(memory_total=None), {"min_total": 1}, Reason("its memory is unknown", True, "--min-total")),
+        (a_device(), {"min_total": 81 * GIB}, Reason("has 80.0GiB of memory in all", True, "--min-total")),
+        (
+            a_device(),
+            {"min_free": 81 * GIB},
+            Reason("has 80.0GiB of memory even when it is empty", True, "--min-free"),
+        ),
+        (a_device(), {"exclude": ("0",)}, Reason("in --exclude 0", True, "--exclude")),
+        (a_device(), {"within": ()}, Reason("outside the GPUs that are allowed here", True, "outer limit")),
+        (
+            a_device(),
+            {"within": (), "within_reason": "Slurm job 7 was given no GPU"},
+            Reason("Slurm job 7 was given no GPU", True, "outer limit"),
+        ),
     ],
 )
-def test_a_refused_device_says_why(device, request_fields, text):
-    assert any(text in reason for reason in reasons(device, Request(**request_fields)))
+def test_a_refused_device_says_why_whether_waiting_helps_and_which_option_asks_for_it(device, request_fields, said):
+    choice = choose(a_snapshot(device), Request(**request_fields), {})
+
+    assert choice.refused == (Refusal(device, (said,)),)
 
 
-def test_who_uses_the_memory_is_said_to_be_untold_where_the_driver_was_asked():
-    device, gap = a_device(memory_used=600 * MIB, processes=None), Gap(a_uuid(0), "processes", "Not Supported")
+@pytest.mark.parametrize(
+    ("device", "request_fields", "gaps", "said"),
+    [
+        (
+            a_device(memory_used=None, processes=None),
+            {"tolerance": GIB},
+            (*NEVER, *NO_LIST),
+            Reason("neither its processes nor its memory in use are known, so nothing says that it is free", True),
+        ),
+        (
+            a_device(memory_total=None),
+            {"min_total": 1},
+            NEVER,
+            Reason("its memory is unknown (Not Supported)", True, "--min-total"),
+        ),
+        (
+            a_device(memory_total=None, memory_free=None),
+            {"min_free_fraction": 0.5},
+            NEVER,
+            Reason("its memory is unknown (Not Supported)", True),
+        ),
+        (
+            UNLISTED,
+            {},
+            NO_LIST,
+            Reason(
+                "600MiB in use, the driver gives no list of processes; an idle GPU may hold 512MiB (--tolerance)",
+                option="--tolerance",
+            ),
+        ),
+        (
+            a_device(utilization=None),
+            {"max_util": 5.0},
+            (Gap(a_uuid(0), "utilization", "Timeout"),),
+            Reason("its utilization is unknown (Timeout)", option="--max-util"),
+        ),
+        (
+            a_device(problems=("reset required",)),
+            {},
+            (Gap(a_uuid(0), "problems", "Unknown Error"), Gap(a_uuid(1), "problems", "of another device")),
+            Reason("reset required (Unknown Error)", True),
+        ),
+    ],
+)
+def test_why_the_driver_does_not_tell_is_passed_on_and_what_it_never_tells_is_not_waited_for(
+    device, request_fields, gaps, said
+):
+    choice = choose(a_snapshot(device, gaps=gaps), Request(**request_fields), {})
 
-    assert reasons(device, gaps=(gap,)) == [
-        "600MiB in use, the driver gives no list of processes; an idle GPU may hold 512MiB (--tolerance)"
-    ]
+    assert choice.refused == (Refusal(device, (said,)),)
+
+
+@pytest.mark.parametrize(
+    ("option", "field"), [("--devices", "devices"), ("--exclude", "exclude"), ("--prefer", "prefer")]
+)
+def test_a_selector_that_names_no_device_is_refused_by_the_option_that_has_it(option, field):
+    with pytest.raises(InvalidRequest, match=f"{option} 7 names no GPU"):
+        choose(a_snapshot(), Request(**{field: ("7",)}), {})
 
 
 def test_a_refused_device_carries_all_its_reasons():
@@ -284,15 +447,6 @@ def test_hostile_text_in_a_command_cannot_steer_the_terminal():
 
     texts = reasons(a_device(processes=(process,)), taken=claimed_by([claim], 1_700_000_000.0))
     assert all(text.isprintable() and len(text) < 200 for text in texts) and len(texts) == 2
-
-
-def test_the_reason_of_the_driver_is_passed_on():
-    gap = Gap(a_uuid(0), "utilization", "Not Supported")
-
-    texts = reasons(a_device(utilization=None), Request(max_util=5.0), gaps=(gap,))
-    assert texts == ["its utilization is unknown (Not Supported)"]
-    problem = Gap(a_uuid(0), "problems", "Unknown Error")
-    assert reasons(a_device(problems=("reset required",)), gaps=(problem,)) == ["reset required (Unknown Error)"]
 
 
 def test_a_divided_gpu_gives_way_to_its_instances():

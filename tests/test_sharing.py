@@ -14,9 +14,9 @@ from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import probe, write_record
-from gpuguard.eligibility import UNSHARED, Sharing, memory_left, shared_by, sharing_on, slots_left
+from gpuguard.eligibility import UNSHARED, Reason, Refusal, Sharing, memory_left, shared_by, sharing_on, slots_left
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.model import ClaimRecord, Device
+from gpuguard.model import ClaimRecord, Device, Gap
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
 
@@ -33,10 +33,6 @@ def a_share(gib: float | None, slot: int = 0, device: Device = DEVICE, **fields:
 def chosen(device: Device, sharing: Sharing, **request: Any) -> Choice:
     wanted = Request(share=True, memory=request.pop("memory", 10 * GIB), **request)
     return choose(a_snapshot(device), wanted, {}, {device.uuid: sharing})
-
-
-def reasons(device: Device, sharing: Sharing, **request: Any) -> list[str]:
-    return [reason.text for refusal in chosen(device, sharing, **request).refused for reason in refusal.reasons]
 
 
 def uses(gib: float | None, used: int = 30) -> Device:
@@ -68,33 +64,106 @@ def test_nobody_can_tell_what_is_left_where_the_driver_does_not(unknown):
     assert chosen(device, UNSHARED).devices == ()
 
 
+INSTANCE = a_mig_instance(a_device(0, mig_mode=True))
+STRANGER = a_process(9, user="mallory", uid=6666, memory_used=10 * GIB)
+
+
 @pytest.mark.parametrize(
     ("device", "sharing", "memory", "said"),
     [
-        (a_device(0, memory_used=None), UNSHARED, 10, "its memory in use is unknown"),
-        (DEVICE, UNSHARED, 81, "has 80.0GiB of memory even when it is empty"),
-        (
+        pytest.param(a_device(0, memory_used=None), UNSHARED, 10, Reason("its memory in use is unknown"), id="unknown"),
+        pytest.param(
+            DEVICE,
+            UNSHARED,
+            81,
+            Reason("has 80.0GiB of memory even when it is empty", True, "--memory"),
+            id="too large for any",
+        ),
+        pytest.param(
             DEVICE,
             Sharing((a_share(50), a_share(25, 1, uid=BOB, user="bob"))),
             10,
-            "only 5.0GiB left beside alice (50.0GiB) and bob (25.0GiB)",
+            Reason("only 5.0GiB left beside alice (50.0GiB) and bob (25.0GiB)", False, "--memory"),
+            id="too large beside others",
         ),
-        (DEVICE, Sharing((a_share(10, most=1),)), 10, "shared by 1 already, and no more may join: alice (10.0GiB)"),
+        pytest.param(
+            a_device(0, memory_used=0, memory_shared_with_host=True, memory_free=30 * GIB),
+            UNSHARED,
+            40,
+            Reason("only 30.0GiB left", False, "--memory"),
+            id="too large for what the host has left",
+        ),
+        pytest.param(
+            DEVICE,
+            Sharing((a_share(10, most=1),)),
+            10,
+            Reason("shared by 1 already, and no more may join: alice (10.0GiB)", False, "--slots"),
+            id="full",
+        ),
+        pytest.param(
+            DEVICE,
+            Sharing((a_share(10),), unknown=1),
+            10,
+            Reason("shared by a claim whose record cannot be read: how much is left is unknown"),
+            id="unreadable record",
+        ),
+        pytest.param(
+            a_device(0, memory_used=0, compute_mode="exclusive_process"),
+            UNSHARED,
+            10,
+            Reason("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)", True),
+            id="for one process",
+        ),
+        pytest.param(
+            a_device(0, memory_used=10 * GIB, processes=(STRANGER,)),
+            Sharing((a_share(10),)),
+            10,
+            Reason("10.0GiB used by mallory (pid 9, python train.py, 2h30m), whose share is unknown"),
+            id="stranger",
+        ),
+        pytest.param(
+            a_device(0, memory_used=0, processes=None),
+            Sharing((a_share(10),)),
+            10,
+            Reason("its list of processes is unknown", False, "--share"),
+            id="unknown processes",
+        ),
     ],
-    ids=["unknown", "too large for any", "too large beside others", "full"],
 )
 def test_a_share_that_does_not_fit_is_refused_with_the_reason(device, sharing, memory, said):
-    assert said in reasons(device, sharing, memory=memory * GIB)
+    assert chosen(device, sharing, memory=memory * GIB).refused == (Refusal(device, (said,)),)
 
 
-def test_who_shares_a_device_is_said_with_how_many_more_there_are():
-    assert shared_by(Sharing((a_share(10),), unknown=2)) == "alice (10.0GiB) and 2 without a record"
+def test_that_a_driver_never_tells_its_processes_may_still_pass_where_others_share():
+    device = a_device(0, memory_used=0, processes=None)
+    snapshot = a_snapshot(device, gaps=(Gap(device.uuid, "processes", "Not Supported"),))
+    choice = choose(snapshot, Request(share=True, memory=GIB), {}, {device.uuid: Sharing((a_share(10),))})
+
+    said = Reason("its list of processes is unknown (Not Supported)", False, "--share")
+    assert choice.refused == (Refusal(device, (said,)),)
 
 
-def test_a_device_for_one_process_cannot_be_shared():
-    (said,) = reasons(a_device(0, memory_used=0, compute_mode="exclusive_process"), UNSHARED)
+def test_an_instance_is_taken_while_its_whole_gpu_is_shared():
+    gpu = a_device(0, mig_mode=True)
+    choice = choose(a_snapshot(gpu, INSTANCE), Request(), {}, {gpu.uuid: Sharing((a_share(10, device=gpu),))})
 
-    assert said.startswith("in exclusive-process mode")
+    assert choice.refused[1] == Refusal(INSTANCE, (Reason("its whole GPU is shared by alice (10.0GiB)"),))
+
+
+@pytest.mark.parametrize(
+    ("sharing", "text"),
+    [
+        (UNSHARED, ""),
+        (Sharing((a_share(10), a_share(20, 1, user="bob"))), "alice (10.0GiB) and bob (20.0GiB)"),
+        (Sharing((a_share(10),), unknown=2), "alice (10.0GiB) and 2 without a record"),
+        (
+            Sharing((a_share(1), a_share(2, 1, user="bob"), a_share(3, 2, user="eve"))),
+            "alice (1.0GiB), bob (2.0GiB) and eve (3.0GiB)",
+        ),
+    ],
+)
+def test_who_shares_a_device_is_said_with_how_many_more_there_are(sharing, text):
+    assert shared_by(sharing) == text
 
 
 def test_a_share_of_another_device_is_none_of_this_one():
