@@ -1,9 +1,9 @@
 """The engine: since when, which step, and who is left alone."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
-from builders import a_device, a_process, a_uuid
+from builders import a_claim_record, a_device, a_process, a_uuid
 from ladders import START, Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds
 
 from gpuguard.errors import InvalidRequest
@@ -12,7 +12,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject, Verdict
 from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, next_step
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
-from gpuguard.policies.view import RuleView, identity_of
+from gpuguard.policies.view import HostUse, RuleKind, RuleView, claim_subject, identity_of, process_subject
 
 NOBODY = a_device(processes=())
 
@@ -249,15 +249,76 @@ def test_after_the_last_step_comes_the_cooldown_and_then_the_start(in_between):
     assert watch.until(170, begin=60) == [(160, "warn")]
 
 
-def test_a_verdict_carries_its_step_the_next_one_and_the_switch_of_its_policy():
-    steps = Step("checkpoint", 10, (("signal", "USR1"),)), Step("terminate", 600)
-    watch = Watch(a_policy(*steps, enforce=True))
-    watch.until(30)
+@dataclass(frozen=True)
+class Lasting(Processes):
+    """One whose user has not caused what it finds."""
 
-    (verdict,) = watch.sees(busy(40)).verdicts
+    kind = RuleKind("processes", innocent=True)
 
-    assert (verdict.step, verdict.next_action, verdict.next_after, verdict.since) == (0, "terminate", 600, 10_000)
-    assert (verdict.options, verdict.enforce) == ((("signal", "USR1"),), True)
+
+@pytest.mark.parametrize("rule", [Processes(), Lasting()])
+def test_a_verdict_carries_all_that_is_known_of_its_step_and_of_the_coming_ones(rule):
+    steps = Step("checkpoint", 10, (("signal", "USR1"),)), Step("terminate", 600), Step("kill", 60)
+    watch = Watch(a_policy(*steps, rules=(Devices(), rule), enforce=True, keep=False, hold=20))
+    watch.until(20)
+
+    (verdict,) = watch.sees(busy(30)).verdicts
+
+    assert verdict == Verdict(
+        policy="p",
+        finding=Finding("devices", process_subject(a_device(), a_process()), "is hot; uses memory", (a_process(),)),
+        action="checkpoint",
+        step=0,
+        since=START,
+        enforce=True,
+        options=(("signal", "USR1"),),
+        next_action="terminate",
+        next_after=600.0,
+        harm_action="terminate",
+        harm_after=600.0,
+        graced=0.0,
+        may_be_kept=False,
+        kind=Devices.kind,
+    )
+
+
+def test_the_release_of_a_claim_is_seen_when_the_claim_is_gone():
+    claims = [a_claim_record(id=name, slots=(f"{a_uuid(0)}.{name}",)) for name in ("c1", "c2")]
+    rule = Finds(lambda view: [Finding("x", claim_subject(claim), "idle") for claim in view.snapshot.claims])
+    watch = Watch(a_policy("release", rules=(rule,), cooldown=1000))
+
+    assert watch.until(40, a_device(), claims=tuple(claims)) == [(30, "release")]
+    [waits] = [note for note in watch.sees(busy(45, a_device(), claims=tuple(claims))).notes if note.kind == "waiting"]
+    assert (waits.text, waits.subject.claim) == (
+        "a step of p on the same GPU has not shown its effect yet", "c2",
+    )  # fmt: skip
+    assert watch.until(60, a_device(), claims=(claims[1],), begin=50) == [(50, "release")]
+
+
+def test_a_message_about_a_process_on_two_gpus_is_one_message_for_both():
+    both = [a_device(number, processes=(a_process(),)) for number in (0, 1)]
+    watch = Watch(a_policy("warn", "terminate", told=True, cooldown=1000))
+    [warning] = [verdict for clock in (0, 10, 20, 30) for verdict in watch.sees(busy(clock, *both)).verdicts]
+    watch.memory.told(warning)
+    watch.until(80, *both, begin=40)
+
+    judgement = watch.sees(busy(90, *both))
+    assert judgement.notes == ()
+    assert [verdict.finding.why for verdict in judgement.verdicts] == ["uses memory (and the like on 1 more GPU)"]
+    watch.memory.not_taken(judgement.verdicts[0], START + 90)
+    assert watch.until(150, *both, begin=100) == [(150, "terminate")]
+
+
+def test_a_step_that_was_not_taken_is_tried_again_without_a_further_grace():
+    at_terminal = {(4711, 1000.0): HostUse(terminal="/dev/pts/1")}
+    watch = Watch(a_policy("terminate", cooldown=1000))
+    for clock in range(0, 640, 10):
+        verdicts = [*watch.sees(RuleView(busy(clock), host=at_terminal)).verdicts]
+    assert [verdict.graced for verdict in verdicts] == [600.0]
+    watch.memory.not_taken(verdicts[0], START + 630)
+
+    again = [watch.sees(RuleView(busy(clock), host=at_terminal)).verdicts for clock in range(640, 700, 10)]
+    assert [[verdict.graced for verdict in verdicts] for verdicts in again] == [[], [], [], [], [], [0.0]]
 
 
 TOO_EARLY = (

@@ -1,6 +1,7 @@
 """The engine at its edges: the hour without a zone, a rhythm of fractions, what is recorded, noted and comes next."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_uuid
@@ -12,7 +13,7 @@ from gpuguard.policies.action_kinds import ON_PROCESSES
 from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import KeptMark, Step, why_inapplicable
+from gpuguard.policies.policy import KeptMark, Step, why_inapplicable, worst_step
 from gpuguard.policies.thresholds import UtilizationRule
 from gpuguard.policies.view import HostUse, RuleView, process_subject
 
@@ -166,22 +167,41 @@ UNUSED = Finds(lambda view: [FOUND])
 HELD = (a_claim_record(a_device(), id="c1", uid=1001),)
 
 
-@pytest.mark.parametrize("action", sorted(ON_PROCESSES))
-def test_a_step_on_processes_is_passed_over_for_a_claim_without_any(action):
-    why = why_inapplicable(Step(action), FOUND)
+PROCESS = process_subject(a_device(), a_process())
+OF_A_PROCESS = Finding("age", PROCESS, "runs", (a_process(),))
+BUSY_CLAIM = Finding("idle", CLAIM, "idle", (a_process(),))
+DEVICE = Finding("health", Subject("device", a_device().uuid), "lost")
 
-    assert why and "no process is meant" in why and "release" in why
-    assert why_inapplicable(Step("release"), FOUND) is None
+
+@pytest.mark.parametrize("action", sorted(ON_PROCESSES))
+def test_a_step_on_processes_is_passed_over_where_none_is_meant(action):
+    no_process = f"{action} is passed over: no process is meant"
+
+    assert why_inapplicable(Step(action), FOUND) == f"{no_process} (a claim is taken back by `release`)"
+    assert why_inapplicable(Step(action), DEVICE) == no_process
+    for found in (OF_A_PROCESS, BUSY_CLAIM, replace(OF_A_PROCESS, processes=())):
+        assert why_inapplicable(Step(action), found) is None
 
 
 def test_release_is_passed_over_for_processes_and_for_what_is_no_claim():
-    device, process = a_device(), a_process()
-    about_process = Finding("age", process_subject(device, process), "runs", (process,))
-    claim_with_process = Finding("idle", CLAIM, "idle", (process,))
+    for found in (OF_A_PROCESS, BUSY_CLAIM, replace(OF_A_PROCESS, processes=())):
+        assert why_inapplicable(Step("release"), found) == "release is passed over: processes are meant"
+    assert why_inapplicable(Step("release"), DEVICE) == "release is passed over: no claim is meant"
+    assert why_inapplicable(Step("release"), FOUND) is None
 
-    for found in (about_process, claim_with_process, Finding("health", Subject("device", device.uuid), "lost")):
-        assert why_inapplicable(Step("release"), found)
-    assert why_inapplicable(Step("terminate"), about_process) is None
+
+@pytest.mark.parametrize(
+    ("steps", "worst"),
+    [
+        ((("warn", 1.0), ("notify", 2.0)), None),
+        ((("deny", 1.0), ("release", 2.0)), ("release", 2.0)),
+        ((("pause", 1.0), ("kill", 2.0), ("terminate", 3.0)), ("kill", 2.0)),
+        ((("pause", 1.0), ("release", 2.0)), ("pause", 1.0)),
+        ((("terminate", 5.0), ("kill", 4.0)), ("kill", 4.0)),
+    ],
+)
+def test_of_the_coming_steps_a_user_hears_of_the_one_that_takes_most_and_of_equals_of_the_first(steps, worst):
+    assert worst_step(steps) == worst
 
 
 def test_a_terminate_without_a_victim_is_no_verdict_but_a_note_and_release_comes_after_it():

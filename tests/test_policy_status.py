@@ -1,7 +1,7 @@
 """What people hear of what policies have against them, and when which step comes next."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process
@@ -13,9 +13,10 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import AGAIN_SECONDS, PolicyStatus, evaluate, policy_status
-from gpuguard.policies.policy import KILL_AFTER, Step
+from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
 from gpuguard.policies.view import (
     MOST,
+    HostUse,
     Rule,
     RuleKind,
     RuleNeeds,
@@ -23,6 +24,7 @@ from gpuguard.policies.view import (
     ValueSeries,
     claim_subject,
     device_subject,
+    identity_of,
     key_of,
     process_subject,
 )
@@ -48,6 +50,55 @@ def test_before_each_step_it_is_known_when_that_comes():
     assert steps(watch) == [("warn", "terminate", 90.0)]
     watch.until(90, begin=50)
     assert steps(watch) == [("terminate", "kill", 90.0 + KILL_AFTER)]
+
+
+ALICE_RUNS = process_subject(a_device(), a_process())
+WARNED = PolicyStatus(
+    "p", ALICE_RUNS, START, "warn", "terminate", START + 90, False,
+    harm="terminate", harm_due=START + 90, rule="processes", why="uses memory",
+)  # fmt: skip
+OF_P = "p", identity_of(ALICE_RUNS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "changed"),
+    [
+        ({}, {}),
+        ({"refused": {OF_P: (1, "it is protected")}}, {"refused": "it is protected"}),
+        ({"refused": {OF_P: (0, "no terminal")}}, {}),
+        ({"refused": {("q", OF_P[1]): (1, "it is protected")}}, {}),
+        ({"put_off": {OF_P: (1, START + 600)}}, {"due": START + 600, "harm_due": START + 600}),
+        (
+            {"put_off": {OF_P: (0, START + 50)}},
+            {"last": None, "next": "warn", "due": START + 50, "harm_due": START + 110},
+        ),
+        ({"kept": {("uid", 1002): KeptMark(START + 900)}}, {}),
+        ({"kept": {("uid", 1001): KeptMark(START + 900)}}, None),
+    ],
+    ids=[
+        "as it is", "refused", "refused before", "refused to another policy", "put off", "the first step put off",
+        "another user kept", "kept",
+    ],
+)  # fmt: skip
+def test_what_stands_is_said_with_what_was_seen_what_comes_and_what_is_in_the_way(facts, changed):
+    watch = Watch(LADDER)
+    watch.until(30)
+    rows = policy_status(watch.policies, watch.memory, **{"put_off": {}, **facts})
+
+    assert rows == (() if changed is None else (replace(WARNED, **changed),))
+
+
+def test_what_was_promised_to_a_person_at_a_terminal_happens_after_their_grace():
+    watch = Watch(a_policy("warn", "pause", Step("terminate"), Step("kill", KILL_AFTER), cooldown=9000))
+    at_terminal = {(4711, 1000.0): HostUse(terminal="/dev/pts/1")}
+    promised, happened = [], []
+    for clock in range(0, 2500, 10):
+        for verdict in watch.sees(RuleView(busy(clock), host=at_terminal)).verdicts:
+            happened.append((verdict.action, clock, verdict.graced))
+            promised.append((verdict.next_action, verdict.next_after and clock + verdict.next_after))
+
+    assert happened == [("warn", 30, 0), ("pause", 690, 600), ("terminate", 1290, 600), ("kill", 1920, 600)]
+    assert promised == [*(step[:2] for step in happened[1:]), (None, None)]
 
 
 def test_the_step_that_harms_is_known_from_the_beginning_and_when_it_comes():

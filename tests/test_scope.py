@@ -10,9 +10,19 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies import policy as policy_module
-from gpuguard.policies.policy import Exemption, KeptMark, Scope, absent, is_within, on_enough_devices, unjudged
+from gpuguard.policies.policy import (
+    Exemption,
+    KeptMark,
+    Note,
+    Scope,
+    absent,
+    is_within,
+    on_enough_devices,
+    seconds_within,
+    unjudged,
+)
 from gpuguard.policies.thresholds import MemoryRule
-from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, reach_of
+from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, process_subject, reach_of
 from gpuguard.units import parse_memory_amount
 
 ALICE, BOB = 1001, 1002
@@ -111,6 +121,8 @@ def test_an_unknown_model_or_group_is_never_in_the_scope_and_always_spared(name,
         ({"command": ("python", "-m", "ipykernel_launcher", "-f", "x.json")}, "", "interactive", 1, 1),
         ({"container": "ab12"}, "", "container", 1, 1),
         ({"container": "ab12"}, "", "batch", 1, 1),
+        ({"container": "ab12"}, None, "container", 1, 1),
+        ({"container": "ab12"}, None, "batch", 0, 1),
         ({}, "", "container", 0, 0),
     ],
 )
@@ -153,6 +165,7 @@ def test_what_is_no_process_is_of_no_kind():
         (Subject("user"), "unknown", "the user is unknown"),
         (Subject("claim", uid=-1, claim="?"), "gap", "the claim is missing from the sample"),
         (Subject("user", uid=-1), "unknown", "the user is unknown"),
+        (Subject("claim"), "unknown", "the owner of the claim is unknown"),
         (Subject("process", a_uuid(0), 1, None, ALICE), "unknown", "the identity of process 1 is not known"),
         (Subject("process", a_uuid(0), 9, SINCE_BOOT, ALICE), "gap", "process 9 is missing from the sample"),
     ],
@@ -224,6 +237,71 @@ def test_what_is_kept_on_a_divided_device_is_kept_on_its_instances(mark, instanc
     assert kinds(judged(policy, PARENT, instance, claims=(claim,), mark=mark)) == {"kept"}
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("spans", [None, ()], ids=["root", "user"])
+def test_what_root_keeps_is_kept_from_every_policy_and_what_a_user_keeps_where_the_policy_allows_it(keep, spans):
+    watch = Watch(a_policy("warn", keep=keep))
+    watch.memory.kept = {("uid", ALICE): KeptMark(20_000.0, spans)}
+
+    assert (watch.until(30) == []) is (keep or spans is None)
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [((), 0), (((0, 10),), 5), (((0, 10), (20, 30)), 10), (((0, 5), (25, 30)), 0), (((6, 7), (10, 12)), 3)],
+)
+def test_of_the_times_at_which_a_user_kept_something_those_within_a_week_count(spans, seconds):
+    assert seconds_within(spans, 5, 25) == seconds
+
+
+SPARED = {
+    "kept": ({}, {"uid": ALICE}, "kept for another 2h46m"),
+    "grace": ({"start_grace": 36_000}, {}, "2h30m old, innocent for the first 10h"),
+    "exempt": ({"exempt": (users(ALICE),)}, {}, "inside `except`"),
+    "hours": ({"hours": (0.0, 1.0)}, {}, "outside the hours or days of the policy"),
+    "load": ({"claimed_above": 12.5}, {}, "0% of the GPUs are claimed, not above 12.5%"),
+    "devices": ({"devices_at_least": 2}, {}, "on fewer than 2 GPUs of the same user"),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields", "mark", "said"), [(kind, *facts) for kind, facts in SPARED.items()])
+def test_why_a_process_is_spared_is_said(kind, fields, mark, said):
+    watch = Watch(a_policy("warn", **fields))
+    watch.memory.kept = dict.fromkeys(mark.items(), KeptMark(20_030.0))
+    [note] = watch.sees(busy(30)).notes
+
+    of_all = kind in ("hours", "load")
+    assert note == Note(kind, said, "p", None if of_all else process_subject(a_device(), a_process()))
+
+
+@pytest.mark.parametrize(
+    ("subject", "age", "text"),
+    [
+        (Subject("device", a_uuid(0)), 60, "1m old, innocent for the first 1h"),
+        (Subject("user", uid=ALICE, user="alice"), 60, "1m old, innocent for the first 1h"),
+        (Subject("device", a_uuid(0)), None, "of unknown age, innocent for the first 1h"),
+    ],
+)
+def test_what_has_no_process_is_as_young_as_the_newest_claim_on_it(subject, age, text):
+    old = a_claim_record(uid=ALICE)
+    new = a_claim_record(id="new", uid=ALICE, since=None if age is None else 1_700_000_000.0 - age)
+    of_others = a_claim_record(a_uuid(1), id="other", uid=BOB, since=1_700_000_000.0)
+    watch = Watch(a_policy("warn", rules=(Finds(lambda view: [Finding("x", subject, "why")]),), start_grace=HOUR))
+    judgement = watch.sees(busy(0, a_device(0), a_device(1), claims=(old, new, of_others)))
+
+    assert judgement.notes == (Note("grace", text, "p", subject),)
+
+
+def test_what_has_no_process_is_spared_with_the_owner_of_a_claim_on_it():
+    hot = a_policy("quarantine", rules=(Devices(80),), exempt=(users(BOB),))
+    devices = a_device(0, temperature=90.0), a_device(1, temperature=90.0)
+    claims = a_claim_record(devices[0], uid=ALICE), a_claim_record(devices[1], uid=BOB)
+
+    judgement = judged(hot, *devices, claims=claims)
+    assert [verdict.finding.subject.device for verdict in judgement.verdicts] == [a_uuid(0)]
+    assert [(note.kind, note.subject.device) for note in judgement.notes] == [("exempt", a_uuid(1))]
+
+
 def test_a_claim_mark_does_not_keep_a_stranger_on_the_device():
     judgement = judged(a_policy("warn"), BOTH, claims=(a_claim_record(uid=ALICE),), mark={"claim": "a1b2c3"})
 
@@ -276,7 +354,7 @@ def test_the_id_of_a_claim_copied_by_somebody_else_changes_nothing():
     [
         ((9, 17), None, 9, True),
         ((9, 17), None, 17, False),
-        ((22, 7.5), None, 23, True),
+        ((22, 7.5), None, 22, True),
         ((22, 7.5), None, 7.25, True),
         ((22, 7.5), None, 7.5, False),
         ((22, 7.5), {0}, 23, True),

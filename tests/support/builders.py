@@ -244,8 +244,10 @@ A_PROCESS = process_subject(a_device(), a_process())
 
 
 def found(rule: Rule, *devices: Device, claims: Any = (), gaps: Any = (), **view: Any) -> list[Finding]:
-    """What *rule* finds on a machine of these."""
-    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+    """What *rule* finds on a machine of these, each with the name of the rule."""
+    findings = list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+    assert {finding.rule for finding in findings} <= {rule.kind.name}
+    return findings
 
 
 def found_later(rule: Rule, *devices: Device, claims: Any, **view: Any) -> list[Finding]:
