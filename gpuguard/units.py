@@ -126,7 +126,8 @@ def format_bytes_within(count: int) -> str:
 
     The result is what can be asked for of a GPU with *count* bytes, 1MiB to 999GiB.
     """
-    return format_bytes(count - count % (2**20 if count < 1000 * 2**20 else 2**30 / 10))
+    unit, parts = (2**20, 1) if count < 1000 * 2**20 else (2**30, 10)
+    return format_bytes(count * parts // unit * unit / parts)
 
 
 def format_duration(seconds: float | None) -> str:

@@ -17,7 +17,16 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, instances_note, not_enough, possible, unread_devices, waiting_error
+from gpuguard.select import (
+    choose,
+    claimed_by,
+    instances_note,
+    not_enough,
+    possible,
+    unread_devices,
+    unread_vendor,
+    waiting_error,
+)
 from gpuguard.units import parse_bytes
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
@@ -111,6 +120,12 @@ def test_pack_breaks_into_the_numa_node_that_is_broken_already():
     assert chosen(a_snapshot(*devices), Request(strategy="pack")) == [1]
 
 
+def test_devices_of_unknown_numa_nodes_are_not_taken_to_be_on_one():
+    nodes = (1, 1, None, None)
+
+    assert chosen(a_snapshot(*(a_device(i, numa_node=node) for i, node in enumerate(nodes))), Request(2)) == [0, 1]
+
+
 def test_first_takes_the_lowest_indices():
     devices = [a_device(i, processes=(BOB,) if i == 1 else ()) for i in range(4)]
 
@@ -185,13 +200,6 @@ def test_as_many_as_there_are_for_one_process_are_the_whole_gpus_or_one_instance
     assert len(choose(a_snapshot(*divided), some, {}).devices) == 1
 
 
-def test_instances_are_advised_only_where_there_are_enough_of_them():
-    gpu = a_device(0, mig_mode=True)
-    never = said(Request(3), gpu, a_mig_instance(gpu, 0), a_mig_instance(gpu, 1), a_device(1))
-
-    assert "Ask for 1.\n" in never
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["one process", "a process for each"])
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 @pytest.mark.parametrize("divided", [(), (0,), (1,), (0, 1)])
@@ -226,19 +234,207 @@ def test_only_what_waiting_cannot_change_is_impossible(request_, devices, kind, 
     assert (type(fault), text in str(fault)) == (kind, True)
 
 
-def test_what_can_never_be_met_says_what_to_ask_for_instead():
-    a100 = [a_device(i, name="NVIDIA A100-SXM4-80GB") for i in range(4)]
-    machine = a_snapshot(*a100, *[a_device(i) for i in range(4, 8)])
-    fault = error(machine, Request(5, models=("A100*",)))
+DIVIDED = a_device(0, mig_mode=True)
+PARTS = [a_mig_instance(DIVIDED, number) for number in range(3)]
+TAKEN = a_device(0, processes=(BOB,), memory_used=41 * GIB)
+TAKEN_BY_BOB = "41.0GiB used by bob (pid 812, python train.py, 3h12m)"
+LOST = a_device(0, problems=("lost",))
+A100 = [a_device(index, name="NVIDIA A100-SXM4-80GB") for index in range(4)]
+AMD = [a_device(index, vendor="amd") for index in (2, 3)]
+LIMITED = {"within": (a_uuid(0), a_uuid(1)), "within_reason": "CUDA_VISIBLE_DEVICES=0,1 allows only GPU 0,1"}
 
-    assert isinstance(fault, ImpossibleRequest)
-    assert str(fault) == (
-        "wanted 5 GPUs, but only 4 exist that can satisfy --model 'A100*'.\n"
-        "  its model is NVIDIA H100 80GB HBM3 (4 GPUs)\n"
-        "Ask for 4, or drop --model.\n"
-        "`gpuguard explain -n 5 --model 'A100*'` shows each GPU."
-    )
-    assert (fault.wanted, fault.available, len(fault.refused)) == (5, 4, 4)
+NOT_NOW = {
+    "some are free": (Request(2), [TAKEN, a_device(1)], 1, "only 1 is free now", [f"GPU 0: {TAKEN_BY_BOB}"]),
+    "none is free": (Request(1), [TAKEN], 0, "none is free now", [f"GPU 0: {TAKEN_BY_BOB}"]),
+    "an outer limit": (
+        Request(2, **LIMITED),
+        [TAKEN, a_device(1), a_device(2)],
+        1,
+        "only 1 is free now",
+        [LIMITED["within_reason"], f"GPU 0: {TAKEN_BY_BOB}"],
+    ),
+    "both kinds": (
+        Request(3, allow_mig_set=True),
+        [DIVIDED, PARTS[0], a_device(1), a_device(2), replace(TAKEN, index=3, uuid=a_uuid(3))],
+        2,
+        "only 2 are free now",
+        [f"GPU 3: {TAKEN_BY_BOB}", "2 whole GPUs and 1 MIG instance: one job cannot use both kinds"],
+    ),
+    "of two vendors": (
+        Request(2),
+        [TAKEN, a_device(1), AMD[0]],
+        1,
+        "only 1 is free now",
+        [f"GPU 0: {TAKEN_BY_BOB}", "1 GPU (AMD), 1 GPU (NVIDIA): one job cannot use GPUs of several vendors"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("request_", "devices", "available", "there", "reasons"), NOT_NOW.values(), ids=NOT_NOW)
+def test_what_waiting_may_help_says_how_many_are_free_and_what_is_in_the_way(
+    request_, devices, available, there, reasons
+):
+    fault = error(a_snapshot(*devices), request_)
+    gpus = f"{request_.num_gpus} GPU{'s' * (request_.num_gpus > 1)}"
+
+    assert str(fault).splitlines() == [
+        f"wanted {gpus}, but {there}.", *(f"  {line}" for line in reasons),
+        f"`gpuguard explain {spelled(request_)}` shows each GPU.",
+    ]  # fmt: skip
+    assert (type(fault), fault.wanted, fault.available) == (NotEnoughGpus, request_.num_gpus, available)
+
+
+ONLY_ONE = "a MIG instance: one process can use only one (--allow-mig-set) (3 GPUs)"
+NEVER = {
+    "too few of a model": (
+        Request(5, models=("A100*",)),
+        [*A100, *(a_device(index) for index in range(4, 8))],
+        4,
+        "only 4 exist that can satisfy --model 'A100*'",
+        ["its model is NVIDIA H100 80GB HBM3 (4 GPUs)"],
+        "Ask for 4, or drop --model.",
+    ),
+    "no GPU at all": (Request(1), [], 0, "none exists", [], None),
+    "broken": (Request(2), [LOST, a_device(1)], 1, "only 1 exists that can be used", ["GPU 0: lost"], "Ask for 1."),
+    "the only one is broken": (Request(1), [LOST], 0, "none exists that can be used", ["GPU 0: lost"], None),
+    "an outer limit": (
+        Request(3, **LIMITED),
+        [a_device(0), a_device(1), a_device(2)],
+        2,
+        "only 2 exist that can be used",
+        [LIMITED["within_reason"]],
+        "Ask for 2.",
+    ),
+    "excluded": (
+        Request(1, exclude=("0",)),
+        [a_device(0)],
+        0,
+        "none exists that can satisfy --exclude 0",
+        [],
+        "Drop --exclude.",
+    ),
+    "too small": (
+        Request(1, min_total=100 * GIB),
+        [a_device(index, memory_total=(10 + index) * GIB) for index in range(7)],
+        0,
+        "none exists that can satisfy --min-total 100.0GiB",
+        [*(f"has 1{index}.0GiB of memory in all (1 GPU)" for index in range(5)), "and 2 more"],
+        "Ask for at most 16.0GiB (--min-total).",
+    ),
+    "of unknown size": (
+        Request(1, min_total=GIB),
+        [a_device(memory_total=None)],
+        0,
+        "none exists that can satisfy --min-total 1.0GiB",
+        ["its memory is unknown (1 GPU)"],
+        "Drop --min-total.",
+    ),
+    "not that small and not that model": (
+        Request(2, models=("L4",), min_free=999 * GIB),
+        [a_device()],
+        0,
+        "none exists that can satisfy --min-free 999.0GiB --model 'L4'",
+        ["its model is NVIDIA H100 80GB HBM3 (1 GPU)", "has 80.0GiB of memory even when it is empty (1 GPU)"],
+        "Drop --min-free or --model.",
+    ),
+    "too large a share of another model": (
+        Request(1, share=True, memory=999 * GIB, models=("L4",)),
+        [a_device()],
+        0,
+        "none exists that can satisfy --model 'L4' --memory 999.0GiB",
+        ["its model is NVIDIA H100 80GB HBM3 (1 GPU)", "has 80.0GiB of memory even when it is empty (1 GPU)"],
+        "Drop --model, or ask for less --memory.",
+    ),
+    "other models": (
+        Request(2, models=("H200",)),
+        [*A100[:2], a_device(2, name="NVIDIA L4"), a_device(3, name="NVIDIA L4"), a_device(4, name="Tesla T4")],
+        0,
+        "none exists that can satisfy --model 'H200'",
+        [
+            "its model is NVIDIA A100-SXM4-80GB (2 GPUs)",
+            "its model is NVIDIA L4 (2 GPUs)",
+            "its model is Tesla T4 (1 GPU)",
+        ],
+        "Drop --model, or ask for --model 'NVIDIA A100-SXM4-80GB' or 'NVIDIA L4'.",
+    ),
+    "instances of which a process can use one": (
+        Request(2),
+        [DIVIDED, *PARTS],
+        1,
+        "one process can use only 1 here",
+        ["GPU 0: divided into 3 MIG instances: jobs run on those", ONLY_ONE],
+        "Ask for 1, or add --allow-mig-set if a launcher starts one process for each instance.",
+    ),
+    "too few such instances": (
+        Request(4),
+        [DIVIDED, *PARTS, a_device(1)],
+        1,
+        "one process can use only 1 here",
+        ["GPU 0: divided into 3 MIG instances: jobs run on those", ONLY_ONE],
+        "Ask for 1.",
+    ),
+    "too few instances": (
+        Request(4, allow_mig_set=True),
+        [DIVIDED, *PARTS],
+        3,
+        "only 3 exist that can be used",
+        ["GPU 0: divided into 3 MIG instances: jobs run on those"],
+        "Ask for 3.",
+    ),
+    "both kinds": (
+        Request(4, allow_mig_set=True),
+        [DIVIDED, *PARTS, a_device(1), a_device(2)],
+        2,
+        "only 3 exist that one job can use together",
+        [
+            "GPU 0: divided into 3 MIG instances: jobs run on those",
+            "2 whole GPUs and 3 MIG instances: one job cannot use both kinds",
+        ],
+        "Ask for 3.",
+    ),
+    "two vendors": (
+        Request(3),
+        [a_device(0), a_device(1), *AMD],
+        2,
+        "only 2 exist that one job can use together",
+        ["2 GPUs (NVIDIA), 2 GPUs (AMD): one job cannot use GPUs of several vendors"],
+        "Ask for 2.",
+    ),
+    "other profiles": (
+        Request(1, mig="7g.80gb"),
+        [DIVIDED, PARTS[0], replace(PARTS[1], mig_profile=None)],
+        0,
+        "none exists that can satisfy --mig 7g.80gb",
+        [
+            "GPU 0: divided into 2 MIG instances: jobs run on those",
+            "the profiles here: 3g.40gb (1), unknown (1)",
+        ],
+        "Drop --mig.",
+    ),
+    "no profile": (
+        Request(1, mig="7g.80gb"),
+        [a_device()],
+        0,
+        "none exists that can satisfy --mig 7g.80gb",
+        ["no GPU here is divided into instances (an administrator does it: nvidia-smi mig, amd-smi set -C)"],
+        "Drop --mig.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("request_", "devices", "available", "there", "reasons", "advice"), NEVER.values(), ids=NEVER)
+def test_what_can_never_be_met_says_why_and_what_to_ask_for_instead(
+    request_, devices, available, there, reasons, advice
+):
+    fault = error(replace(a_snapshot(), devices=tuple(devices)), request_)
+    gpus = f"{request_.num_gpus} GPU{'s' * (request_.num_gpus > 1)}"
+
+    assert str(fault).splitlines() == [
+        f"wanted {gpus}, but {there}.", *(f"  {line}" for line in reasons), *([advice] if advice else []),
+        f"`gpuguard explain {spelled(request_)}` shows each GPU.",
+    ]  # fmt: skip
+    assert (type(fault), fault.wanted, fault.available) == (ImpossibleRequest, request_.num_gpus, available)
+    assert all(reason.permanent for refusal in fault.refused for reason in refusal.reasons)
 
 
 SIZES = [23.76, 15.05, 79.64]  # GiB of three GPUs
@@ -270,19 +466,6 @@ def test_a_size_is_said_as_it_was_typed():
     assert "explain -n 1 --min-free 300GB`" in said(Request(min_free=300 * 10**9), a_device())
 
 
-def test_a_size_that_is_not_all_that_is_missing_is_not_advised():
-    request = Request(models=("L4",), min_free=999 * GIB)
-
-    assert "\nDrop --min-free or --model.\n" in said(request, a_device())
-
-
-def test_who_asks_for_a_model_that_is_not_here_is_told_which_there_are_enough_of():
-    a100, l4 = ([a_device(i + at, name=name) for i in range(2)] for at, name in ((0, "NVIDIA A100"), (2, "NVIDIA L4")))
-    told = said(Request(2, models=("H200",)), *a100, *l4, a_device(4, name="Tesla T4"))
-
-    assert "\nDrop --model, or ask for --model 'NVIDIA A100' or 'NVIDIA L4'.\n" in told
-
-
 @pytest.mark.parametrize(
     ("field", "request_", "text"),
     [
@@ -309,33 +492,15 @@ def test_a_list_of_processes_that_the_driver_refuses_is_not_asked_for_again():
     assert unread_devices(a_snapshot(device, gaps=(refused,)), {}) == set()
 
 
-def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():
-    request = Request(share=True, memory=999 * GIB, models=("L4",))
-
-    assert "\nDrop --model, or ask for less --memory.\n" in said(request, a_device())
-
-
-def test_what_may_pass_says_who_is_in_the_way():
-    machine = a_snapshot(a_device(0, processes=(BOB,), memory_used=41 * GIB), a_device(1))
-    fault = error(machine, Request(2))
-
-    assert type(fault) is NotEnoughGpus
-    assert str(fault).splitlines()[:2] == [
-        "wanted 2 GPUs, but only 1 is free now.",
-        "  GPU 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
-    ]
-
-
 def test_a_request_that_waits_says_why_and_the_reasons_that_are_known():
     machine = a_snapshot(a_device(0, processes=(BOB,), memory_used=41 * GIB))
     missing = error(machine, Request(1))
 
-    assert str(waiting_error(2)) == "wanted 2 GPUs."
+    assert (str(waiting_error(2)), waiting_error(2).wanted, waiting_error(2).brief) == ("wanted 2 GPUs.", 2, "")
     assert waiting_error(2, "number 2 of 3").brief == "number 2 of 3"
-    assert str(waiting_error(1, "number 2 of 3", missing)).splitlines()[:2] == [
-        "wanted 1 GPU: number 2 of 3.",
-        "  GPU 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
-    ]
+    assert str(waiting_error(1, "number 2 of 3", missing)).splitlines() == [
+        "wanted 1 GPU: number 2 of 3.", f"  GPU 0: {TAKEN_BY_BOB}", "`gpuguard explain -n 1` shows each GPU."
+    ]  # fmt: skip
     assert waiting_error(1, "", missing).refused == missing.refused
 
 
@@ -343,7 +508,10 @@ def test_of_several_instances_one_process_uses_one():
     gpu = a_device(0, mig_mode=True)
     instances = [a_mig_instance(gpu, number) for number in range(2)]
 
-    assert "one process can use only one" in (instances_note(instances, Request(2, mig="3g.40gb")) or "")
+    assert instances_note(instances, Request(2, mig="3g.40gb")) == (
+        "these are 2 MIG instances, of which one process can use only one: start one process for each, or ask for one "
+        "larger instance with --mig."
+    )
     assert instances_note(instances, Request(2, allow_mig_set=True)) is None
     assert instances_note(instances[:1], Request()) is instances_note([a_device(1), a_device(2)], Request(2)) is None
 
@@ -436,12 +604,46 @@ def test_a_worse_device_never_changes_the_winners(devices, number):
         assert choose(a_snapshot(*devices, worse), request, {}).devices == before.devices
 
 
-def test_a_request_for_another_profile_is_told_which_there_are():
-    whole, divided, request = a_device(0), a_device(1, mig_mode=True), Request(mig="7g.80gb")
-    instances = [a_mig_instance(divided, n, mig_profile=profile) for n, profile in enumerate(("3g.40gb", None))]
+OF_AMD = Gap(None, "amd devices", "the driver hangs")
 
-    assert "the profiles here: 3g.40gb (1), unknown (1)" in said(request, whole, divided, *instances)
-    assert "no GPU here is divided into instances" in said(request, whole)
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({}, True),
+        ({"vendor": "amd"}, True),
+        ({"vendor": "nvidia"}, False),
+        ({"devices": ("0",)}, False),
+        ({"devices": ("7",)}, True),  # it may be one of those
+        ({"models": ("H100",)}, False),
+        ({"models": ("MI300X",)}, True),  # there is none among the others
+        ({"models": ("*",)}, True),
+    ],
+)
+def test_a_vendor_whose_devices_could_not_be_read_is_missed_by_a_request_that_could_take_one(fields, meant):
+    others = a_device(0), a_device(1, name=None)
+
+    assert unread_vendor(a_snapshot(*others, gaps=(OF_AMD,)), Request(**fields)) == (OF_AMD if meant else None)
+
+
+@pytest.mark.parametrize("gap", [Gap(a_uuid(0), "amd devices", "?"), Gap(None, "processes", "?")])
+def test_no_other_gap_stands_for_the_devices_of_a_vendor(gap):
+    assert unread_vendor(a_snapshot(gaps=(gap,)), Request()) is None
+    assert unread_vendor(a_snapshot(gaps=(gap, OF_AMD)), Request()) == OF_AMD
+
+
+def test_who_has_claimed_a_device_is_said_and_who_shares_it():
+    device, other = a_device(0), a_device(1)
+    alone = a_claim_record(other, note="a note", since=None)
+    shares = [
+        a_claim_record(device, id=f"c{slot}", user=user, memory=memory, slots=(f"{device.uuid}.slot{slot}",))
+        for slot, (user, memory) in enumerate((("alice", 10 * GIB), ("bob", None)))
+    ]
+    ended = a_claim_record(a_device(2), alive=False)
+
+    assert claimed_by([ended, *shares, alone], 0.0) == {
+        device.uuid: "shared by alice (10.0GiB), bob", other.uuid: 'claimed by alice: "a note"'
+    }  # fmt: skip
 
 
 def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_any():
@@ -452,26 +654,31 @@ def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_an
     assert in_order(*devices, request=Request()) == [1, 0]  # only not read yet
 
 
-def shared(index, count, used=0.0, **fields):
-    """A device with so many shares of 10 GiB."""
-    device = a_device(index, memory_used=int(used * GIB), **fields)
-    slots = [(f"{device.uuid}.slot{number}",) for number in range(count)]
-    claims = [a_claim_record(device, id=f"c{slot}", memory=10 * GIB, slots=slot) for slot in slots]
+def shared(index, gib):
+    """A device with a share of each size."""
+    device = a_device(index, memory_used=0)
+    slots = [(f"{device.uuid}.slot{number}",) for number in range(len(gib))]
+    claims = [
+        a_claim_record(device, id=f"c{slot}", memory=int(size * GIB), slots=slot)
+        for size, slot in zip(gib, slots, strict=True)
+    ]
     return device, Sharing(tuple(claims)) if claims else UNSHARED
 
 
 @pytest.mark.parametrize(
-    ("counts", "strategy", "order"),
+    ("shares", "strategy", "order"),
     [
-        ((1, 2), "spread", [0, 1]),  # the one with most left
-        ((1, 0), "spread", [0, 1]),  # the one that is shared already
-        ((2, 1), "pack", [0, 1]),  # the one with least left
-        ((1, 0), "pack", [0, 1]),
-        ((1, 1), "pack", [1, 0]),
+        (([10], [10, 10]), "spread", [0, 1]),  # the one with most left
+        (([10], []), "spread", [0, 1]),  # the one that is shared already
+        (([10, 10], [10]), "pack", [0, 1]),  # the one with least left
+        (([10], []), "pack", [0, 1]),
+        (([10], [10]), "pack", [1, 0]),
+        (([10.4], [10.1]), "pack", [1, 0]),  # as much left, in steps of 512 MiB
+        (([10.1], [10.4]), "spread", [1, 0]),
     ],
 )
-def test_a_share_goes_where_others_share_already_and_packed_where_the_least_is_left(counts, strategy, order):
-    devices, sharing = zip(*(shared(index, count) for index, count in enumerate(counts)), strict=True)
+def test_a_share_goes_where_others_share_already_and_packed_where_the_least_is_left(shares, strategy, order):
+    devices, sharing = zip(*(shared(index, gib) for index, gib in enumerate(shares)), strict=True)
     request = Request(share=True, memory=5 * GIB, strategy=strategy)
 
     by_uuid = {device.uuid: shares for device, shares in zip(devices, sharing, strict=True)}
