@@ -18,6 +18,7 @@ from parallel import (  # noqa: F401
     pytest_ignore_collect,
     pytest_xdist_auto_num_workers,
 )
+from sentences_said import sentences_are_heard  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_sessionfinish  # noqa: F401
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ import copy
 import json
 
 import pytest
+from sentences_said import faults_heard
 from sources import module_name, modules, tree
 
 from gpuguard.jsonio import decode, loads
@@ -129,6 +130,31 @@ def test_a_user_of_another_language_sees_it_by_the_catalogue_and_a_program_in_en
     finally:
         use_english()
     assert translated(text) is text
+
+
+WRONG = {
+    "as it should be": ("claim.shared", "shared by {users}", {"users": "al"}, None),
+    "of one": ("count.gpus", "{number} GPU", {"number": "1"}, None),
+    "key": (
+        "claim.Shared",
+        "shared by {users}",
+        {"users": "al"},
+        "no sentence of the catalogue has the key claim.Shared",
+    ),
+    "words": ("claim.shared", "used by {users}", {"users": "al"}, "claim.shared has other words in the catalogue"),
+    "place": ("claim.shared", "shared by {users}", {}, "a place of claim.shared has no value"),
+    "value": ("claim.shared", "shared by {users}", {"users": None}, "a place of claim.shared has no value"),
+}
+
+
+@pytest.mark.parametrize(("key", "english", "values", "fault"), WRONG.values(), ids=WRONG)
+def test_in_every_test_a_sentence_of_gpuguard_is_compared_with_the_catalogue(key, english, values, fault):
+    code = "lambda *words, **values: sentence(*words, **values)"
+    for module in ("gpuguard.select", "test_sentences"):
+        text = eval(code, {"__name__": module, "sentence": sentence})(key, english, **values)
+        heard = faults_heard()
+
+        assert heard == ([f"{module}:1: {fault}: {text}"] if fault and module == "gpuguard.select" else [])
 
 
 def texts_without_a_key(module: ast.AST) -> list[str]:

@@ -435,7 +435,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
             continue
         process = _process(reading, entry)
         if process is None:
-            written = f"{word_at(entry, 'pid')!r:.40}"
+            written = f"{word_at(entry, 'pid') or ''!r:.40}"
             reading.gap("processes", sentence("smi.odd_pid", "a pid is written {written}", written=written))
             return
         rows.append(process)

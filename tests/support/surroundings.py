@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from parallel import LONGEST
+from sentences_said import faults_heard
 
 # What a shell on a GPU server, a batch job or a container may have set.  GPUGUARD_TEST_* steers the tests themselves.
 _FOREIGN = ("GPUGUARD_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "GPU_DEVICE_", "ZE_", "SLURM_", "PBS_", "LSB_", "RAY_")
@@ -46,7 +47,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """A test in which this process began to adopt orphans, as `gpuguard run` does: the guard would spare them later."""
+    """A test with a wrong sentence, or one in which this process began to adopt orphans, as `gpuguard run` does.
+
+    The guard would spare those later.
+    """
+    if faults := faults_heard():
+        pytest.fail("\n".join(faults))
     adopts, libc = ctypes.c_int(), ctypes.CDLL(None)
     libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
     if adopts.value:
