@@ -11,6 +11,7 @@ import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
 from gpuguard.backends import BACKENDS
+from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.claims.directory import daemon_files
 from gpuguard.claims.disk_room import Room, RoomUsage
 from gpuguard.cli import doctor as doctor_command
@@ -167,6 +168,7 @@ DIAGNOSES = [
     ("environment", {"environ": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}, WARNING, "FASTEST_FIRST", "PCI_BUS_ID"),
     ("container", {"container": "docker", "lock_path": "/run/lock"}, WARNING,
      "docker", "-v /run/gpuguard:/run/gpuguard"),
+    ("jobs", {"stalled": (StalledJobs(54321, 2),)}, WARNING, "54321: 2 jobs in the queue", "`gpuguard jobs` of"),
     ("logout", {"logout": "ends"}, WARNING, "at logout", "loginctl enable-linger"),
     ("logout", {"logout": "needs a scope"}, OK, "stay, because yours linger", None),
     ("container", {"container": "docker"}, OK, "claims of the host", None),

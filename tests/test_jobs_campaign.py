@@ -1,11 +1,14 @@
 """benchmarks/jobs_campaign.py: a short campaign of kills, and what its checker sees."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
-from jobs_campaign import faults
+from broker_machine import Brokered
+from jobs_campaign import Campaign, faults
 from sources import ROOT
 
 from gpuguard.batch.records import END, START, JobEvent, JobRecord, Source, StoredJob
@@ -44,17 +47,42 @@ def test_what_is_sound_has_no_faults():
         ((1, 0), [1], WITNESS[:3]),
         ((1, 1, 1, 1), [1], WITNESS),
         ((1,), [1], WITNESS[:2]),
+        ((1, 0), [1], [*WITNESS[:1], "ann 1 0 1 end 0", *WITNESS[2:]]),
     ],
-    ids=["id twice", "id lost", "ran twice", "ran unknown", "double", "not completed", "not failed", "waits for ever"],
+    ids=[
+        "id twice",
+        "id lost",
+        "ran twice",
+        "ran unknown",
+        "double",
+        "not completed",
+        "not failed",
+        "waits for ever",
+        "ran after success",
+    ],
 )
 def test_the_checker_sees_what_is_wrong(statuses, ids, witness):
     assert faults(the_jobs(*statuses), {"ann": ids}, witness)
 
 
 def test_every_task_ends_once_in_a_true_state_whatever_is_killed(tmp_path: Path):
-    words = ["--seconds", "5", "--jobs", "12", "--longest", "0.5"]
+    words = ["--seconds", "3", "--jobs", "8", "--longest", "0.4", "--one-user"]
     program = [sys.executable, str(ROOT / "benchmarks" / "jobs_campaign.py"), *words]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"faults": 0' in done.stdout
+    assert json.loads(done.stdout)["faults"] == 0 and json.loads(done.stdout)["killed"]
+
+
+def test_a_job_that_lives_on_a_gpu_that_is_free_is_found(tmp_path: Path):
+    campaign = Campaign(Brokered(tmp_path, ROOT, "everybody", "1xH100-80GB"), 0, 0.0, 0.0, Random(1), {})
+    campaign.prepare()
+    (uuid,) = campaign.machine.uuids
+    code = "import sys, time; file = open(sys.argv[1] + '/' + sys.argv[2]); print(flush=True); time.sleep(600)"
+    words = [sys.executable, "-c", code, str(campaign.witness), uuid]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as job:
+        assert job.stdout and job.stdout.readline()
+        campaign.look_for_orphans()
+        job.kill()
+
+    assert campaign.found == [f"process {job.pid} on {uuid}, which is free"]

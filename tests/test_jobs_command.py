@@ -18,8 +18,10 @@ from gpuguard.batch import dispatchers
 from gpuguard.batch.dispatchers import dispatcher_of, lock_path
 from gpuguard.batch.facts import directory_of, read_jobs
 from gpuguard.batch.logout import ENDS, NEEDS_SCOPE
+from gpuguard.batch.public import PublicJobs, WaitingJob
 from gpuguard.batch.records import START, JobEvent, JobStore
 from gpuguard.batch.states import TaskState
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_record, read_records
 from gpuguard.cli import run_command_line
 from gpuguard.cli.submit import detached
@@ -348,7 +350,9 @@ def test_all_users_see_what_waits_and_runs_without_reading_a_home(node):
 
     path = Path(lock_path(directory_of(node.source), node.store, node.source))
     until(lambda: "echo" in path.read_text())
+    assert json.loads(node("queue", "--json"))["stalled_jobs"] == []
     kill(until(node.dispatcher))
+    assert json.loads(node("queue", "--json"))["stalled_jobs"] == [{"uid": os.geteuid(), "jobs": 1}]
     rows = [line.split(None, 5) for line in node("jobs", "--all").splitlines()]
     me = user_name(os.geteuid())
     assert [row[:3] for row in rows] == [
@@ -357,9 +361,20 @@ def test_all_users_see_what_waits_and_runs_without_reading_a_home(node):
         [f"{me}/{waits}", "3", "waiting"],
     ]
     assert "\x1b" not in rows[2][5] and "no process of its user waits" in rows[2][5]
+    stalled = f"{me}: 1 job in the queue, and the process that would start them was killed."
+    assert stalled in node("queue") and stalled in node("doctor")
     assert node("who").count(f"job {runs}") == 2
     path.write_text("garbage")
     assert len(node("jobs", "--all").splitlines()) == 2
+
+
+def test_what_waits_of_others_without_a_dispatcher_is_known_by_what_that_has_published(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    public = PublicJobs(tuple(WaitingJob(number, 1, 1, 0.0, "true") for number in (1, 2)))
+    told = [(54321, False, public), (54321, False, public), (54322, True, public), (os.geteuid(), False, public)]
+    monkeypatch.setattr(dispatchers, "published", lambda directory: told)
+
+    assert dispatchers.stalled_jobs(lock_directory(str(tmp_path), make=False)) == [dispatchers.StalledJobs(54321, 4)]
 
 
 def test_cancel_knows_jobs_as_well(node):

@@ -12,6 +12,7 @@ from own_claims import acquire
 from queues import a_ticket
 from test_who import DOCUMENT, documented, printed
 
+from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
@@ -141,7 +142,8 @@ def test_a_narrow_terminal_folds_the_reason_and_loses_nothing_of_it():
 
 def a_full_output():
     jobs = (Queued("12", "bob", "x", "PENDING", 2, "Priority", NOW, None, None),)
-    return json.loads(json.dumps(to_json(a_hostile_line(), QueueSettings(*parse(b"what: 1\n", Accounts())), jobs)))
+    site = QueueSettings(*parse(b"what: 1\n", Accounts()))
+    return json.loads(json.dumps(to_json(a_hostile_line(), site, jobs, [StalledJobs(1001, 2)])))
 
 
 def test_the_document_describes_exactly_the_fields_that_are_printed():

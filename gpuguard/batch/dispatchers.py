@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 
-from gpuguard.batch.facts import directory_of
+from gpuguard.batch.facts import directory_of, read_jobs
 from gpuguard.batch.logout import IN_SCOPE, NEEDS_SCOPE, fate_at_logout
+from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore, Source
 from gpuguard.batch.states import Jobs
 from gpuguard.claims.directory import LockDirectory, is_unlocked
@@ -93,15 +96,42 @@ def changed(store: JobStore, source: Source, *, may_start: bool = True) -> None:
 
 def start_missing(store: JobStore, jobs: Jobs) -> bool:
     """Start the dispatchers that should run and do not, because they were killed; return whether there were any."""
-    missing = False
-    waiting = {state.job for state in jobs.waiting(time.time())}
-    for source in {stored.record.source for stored in jobs.stored if stored.id in waiting}:
+    started = False
+    for source in {source for source, _job in _without_dispatcher(store, jobs)}:
         with suppress(GpuguardError, OSError):
-            directory = directory_of(source, make=True)
-            if dispatcher_of(directory, store, source) is None:
-                _start(directory, store, source)
-                missing = True
-    return missing
+            _start(directory_of(source, make=True), store, source)
+            started = True
+    return started
+
+
+@dataclass(frozen=True)
+class StalledJobs:
+    """The jobs of a user that wait although the dispatcher was killed that would start them."""
+
+    uid: int
+    jobs: int
+
+
+def stalled_jobs(directory: LockDirectory) -> list[StalledJobs]:
+    """Return the jobs of each user that wait without a dispatcher: ours by their records, others' as published."""
+    store, counts = JobStore(), Counter[int]()
+    for uid, lives, public in published(directory):
+        if uid != os.geteuid() and not lives:
+            counts[uid] += len(public.jobs)
+    counts[os.geteuid()] = len(_without_dispatcher(store, read_jobs(store)))
+    return [StalledJobs(uid, jobs) for uid, jobs in sorted(counts.items()) if jobs]
+
+
+def _without_dispatcher(store: JobStore, jobs: Jobs) -> set[tuple[Source, int]]:
+    """Return the jobs that wait although no dispatcher waits for them, each with its source."""
+    sources = {stored.id: stored.record.source for stored in jobs.stored}
+    waiting = {(sources[state.job], state.job) for state in jobs.waiting(time.time())}
+    missing = set()
+    for source in {source for source, _job in waiting}:
+        with suppress(GpuguardError, OSError):
+            if dispatcher_of(directory_of(source, make=True), store, source) is None:
+                missing.add(source)
+    return {(source, job) for source, job in waiting if source in missing}
 
 
 def _start(directory: LockDirectory, store: JobStore, source: Source) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from gpuguard.backends import DEFAULT_BACKEND, auto, parts_of
 from gpuguard.backends.drm import cards
 from gpuguard.backends.nvml_calls import has_glibc
+from gpuguard.batch.dispatchers import stalled_jobs
 from gpuguard.batch.logout import fate_at_logout
 from gpuguard.claims.claim import lock_faults
 from gpuguard.claims.daemon_client import SOCKET_NAME, NoDaemonSocket, StatusReply, exchange, query_daemon
@@ -176,6 +177,7 @@ def _lock(args: argparse.Namespace, devices: Sequence[Device]) -> dict[str, Any]
             pass
     return {
         "lock_path": directory.path,
+        "stalled": stalled_jobs(directory),
         "lock_owner": directory.owner,
         "lock_missing": directory.is_missing(),
         "lock_faults": tuple(lock_faults(directory, devices, _A_SHARE, None).values()),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from contextlib import closing
 
+from gpuguard.batch.dispatchers import stalled_jobs
 from gpuguard.cli import terminal
 from gpuguard.cli.options import add_fleet_options, add_source_options, directory_of, has_hosts, snapshot_source
 from gpuguard.clusters import slurm
@@ -38,12 +39,12 @@ def main(args: argparse.Namespace) -> int:
     with closing(snapshot_source(args)) as source:
         snapshot, _ = source.sample()
     queue = read_queue(directory, snapshot, rules=site.rules)
-    jobs = slurm.jobs() if slurm.is_here() else ()
+    stalled, jobs = stalled_jobs(directory), slurm.jobs() if slurm.is_here() else ()
     if args.json:
-        put_json(view.to_json(queue, site, jobs))
+        put_json(view.to_json(queue, site, jobs, stalled))
         return 0
     width, paint = terminal.width(), style()
-    put(view.to_text(queue, site, width=width, paint=paint))
+    put(view.to_text(queue, site, stalled, width=width, paint=paint))
     if jobs:
         put(["", *view.slurm_text(jobs, queue.now, width=width, paint=paint)])
     return 0

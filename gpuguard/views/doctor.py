@@ -12,6 +12,7 @@ from typing import Any
 
 from gpuguard.backends import RECORDED, is_simulated, parts_of
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
+from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.logout import ENDS, STAYS
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
@@ -21,6 +22,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_count
 from gpuguard.vendors import NVIDIA, Vendor, vendor_of
+from gpuguard.views.jobs import stalled_advice, stalled_text
 from gpuguard.views.text import Paint, padded, table, wrapped
 
 OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
@@ -74,6 +76,7 @@ class DoctorFacts:
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
     container: str | None = None  # its kind
+    stalled: Sequence[StalledJobs] = ()  # jobs that wait, and no dispatcher waits for them
     logout: str = STAYS  # what becomes of this user's processes then, see batch.logout
     protected_regular: int | None = None  # sysctl fs.protected_regular
     protected_hardlinks: int | None = None  # sysctl fs.protected_hardlinks
@@ -511,6 +514,12 @@ def _environment(facts: DoctorFacts) -> Finding:
     return OK, names or _("no variable limits the GPUs"), None
 
 
+def _jobs(facts: DoctorFacts) -> Finding | None:
+    if not facts.stalled:
+        return None
+    return WARNING, " ".join(map(stalled_text, facts.stalled)), stalled_advice()
+
+
 def _logout(facts: DoctorFacts) -> Finding | None:
     if facts.logout == STAYS:
         return None
@@ -579,6 +588,7 @@ CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     N_("hidepid"): _hidepid,
     N_("environment"): _environment,
     N_("container"): _container,
+    N_("jobs"): _jobs,
     N_("logout"): _logout,
     N_("kernel"): _kernel,
     N_("python"): _versions_of_python,

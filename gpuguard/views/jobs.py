@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.public import PublicJobs
 from gpuguard.batch.records import JobRecord
 from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.units import format_duration, local_time
+from gpuguard.units import format_count, format_duration, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import table
 
@@ -64,6 +65,19 @@ def lines_of_all(
         return [_("no job of `gpuguard submit` waits or runs.")]
     rows = [[neutralise(cell) for cell in row] for row in rows]
     return table(rows, [_("JOB"), _("STATE"), _("GPUS"), _("SINCE"), _("WHAT")], align="<<><<")
+
+
+def stalled_text(stalled: StalledJobs) -> str:
+    """Return that the jobs of a user wait and that nothing starts them."""
+    jobs, user = format_count(stalled.jobs, "job"), neutralise(user_name(stalled.uid))
+    return _("{user}: {jobs} in the queue, and the process that would start them was killed.").format(
+        user=user, jobs=jobs
+    )
+
+
+def stalled_advice() -> str:
+    """Return what starts them."""
+    return _("`gpuguard jobs` of that user starts it, and so does the next of the user's jobs that ends.")
 
 
 def _whys(jobs: Jobs, now: float) -> dict[tuple[int, int], str | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.clusters.slurm import Queued
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import Sentence, sentence
@@ -21,6 +22,7 @@ from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_count, format_duration
+from gpuguard.views.jobs import stalled_advice, stalled_text
 from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 
 
@@ -133,9 +135,17 @@ _STARTS = (
 
 
 def to_text(
-    queue: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
+    queue: QueueState,
+    site: QueueSettings,
+    stalled: Sequence[StalledJobs] = (),
+    *,
+    width: int | None = None,
+    paint: Paint = lambda text, _: text,
 ) -> list[str]:
-    """Return the screen: a row per request, below it when it starts and why not earlier; then what does not count."""
+    """Return the screen: a row per request, below it when it starts and why not earlier; then what does not count.
+
+    *stalled* are the jobs that wait without a request, because no dispatcher asks for them.
+    """
     host = (_("SIMULATED node ") if queue.snapshot.simulated else "") + neutralise(queue.snapshot.host)
     number = len(queue.positions) + sum(len(file.unread) for file in queue.ignored)
     count = format_count(number, "request") if number else _("no requests")
@@ -153,6 +163,7 @@ def to_text(
     for text, position in zip(body[1:], queue.positions, strict=True):
         lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
     lines += [line for text in unplanned_texts(queue) for line in _folded(neutralise(translated(text)), "", width)]
+    lines += [line for each in stalled for line in _folded(f"{stalled_text(each)}  {stalled_advice()}", "", width)]
     if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
     if not_counted := [ignored for ignored in queue.ignored if not ignored.unread]:
@@ -197,8 +208,10 @@ def _prospects(position: QueuePosition, queue: QueueState) -> str:
     return _("{text}; {passing}").format(text=text, passing=translated(passing)) if passing else text
 
 
-def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
-    """Return the object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
+def to_json(
+    queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = (), stalled: Sequence[StalledJobs] = ()
+) -> dict[str, Any]:
+    """Return the object that docs/json.md describes; unknown is None.  *jobs* are Slurm's, *stalled* as in to_text."""
     return {
         "schema": 1,
         **picked(queue.snapshot, "host", "simulated"),
@@ -209,6 +222,7 @@ def to_json(queue: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str
         "not_counted": [picked(ignored, "id", "uid", "reason") for ignored in queue.ignored],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
         "slurm_jobs": slurm_json(jobs),
+        "stalled_jobs": [vars(each) for each in stalled],
     }
 
 
