@@ -2,8 +2,11 @@
 
 import json
 import os
+import pty
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 from nodes import remove, start, until
+from sources import ROOT
 
 import gpuguard
 from gpuguard.batch import dispatchers
@@ -494,3 +498,25 @@ def test_the_lock_of_a_dispatcher_that_another_user_has_made_is_refused(node, mo
 
     with pytest.raises(ClaimError, match="another user's"):
         dispatcher_of(directory, node.store, node.source)
+
+
+def test_a_night_outlives_the_terminal_and_the_morning_tries_again_what_has_failed(node, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    script = str(ROOT / "examples" / "overnight.sh")
+    session, terminal = pty.fork()
+    if not session:
+        os.execvp("sh", ["sh", "-c", 'sh "$0" evening; exec sleep 600', script])
+    said = b""
+    while b"close the laptop" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)  # the laptop is closed
+    closed, (_pid, status) = time.time(), os.waitpid(session, 0)
+    morning = subprocess.run(["sh", script, "morning"], capture_output=True, text=True, check=True).stdout
+
+    assert os.WTERMSIG(status) == signal.SIGHUP
+    tasks = [node.task(1, task) for task in range(12)]
+    assert [task.state for task in tasks] == ["completed"] * 11 + ["cancelled"]
+    assert [task.task for task in tasks if task.attempt == 2] == [2, 6, 10]
+    assert max(task.started or 0 for task in tasks if task.attempt == 1) > closed
+    assert "there is no data/3" in morning and "job 1: 3 tasks again" in morning
+    until(lambda: not node.claims(), "all GPUs are free again")
