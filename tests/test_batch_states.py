@@ -132,6 +132,25 @@ def test_a_job_that_runs_goes_on_running_until_its_cancel_is_done():
     assert (over.state, over.status) == ("cancelled", 143)
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        [started(), happened(CANCEL, why="by root"), ended(143)],
+        [happened(CANCEL, why="by root")],
+        [started(), happened(CANCEL, why="by root")],
+        [happened(CANCEL, why="by root"), started(), happened(WITHDRAW, claim="c0x1")],
+    ],
+)
+def test_who_has_cancelled_a_job_is_told_if_that_was_not_its_user(events):
+    assert state_of(*events).why == "by root"
+    assert state_of(*(replace(event, why=None) for event in events)).why is None
+
+
+def test_a_job_that_another_user_wants_to_end_says_so_while_it_runs():
+    assert state_of(started(), happened(CANCEL, why="by root"), claims=["c0x1"]).why == "by root"
+    assert "being ended" in state_of(started(), happened(CANCEL), claims=["c0x1"]).why
+
+
 def test_a_cancelled_job_whose_supervisor_was_killed_is_cancelled():
     assert state_of(started(), happened(CANCEL)).state == "cancelled"
 
@@ -325,6 +344,10 @@ def test_a_job_does_not_start_before_its_time_or_while_it_is_held():
     assert startable(these) == []
     assert these.next_time(NOW) == NOW + 60
     assert startable(these, NOW + 60) == [(1, 0)]
+
+
+def test_a_job_that_another_user_holds_says_who_does():
+    assert "held by root" in reasons(jobs(a_record(held=True, held_by="root")))[0]
 
 
 @dataclass

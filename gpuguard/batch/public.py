@@ -37,17 +37,18 @@ class PublicJobs:
     """The jobs that wait for one dispatcher, as it has written them."""
 
     jobs: tuple[WaitingJob, ...] = ()
+    place: str = ""  # where the records lie: see JobStore
 
 
-def waiting_jobs(jobs: Jobs, ids: Sequence[int]) -> PublicJobs:
-    """Return the jobs of *ids* of which tasks wait."""
+def waiting_jobs(jobs: Jobs, ids: Sequence[int], place: str) -> PublicJobs:
+    """Return the jobs of *ids* of which tasks wait, and the *place* of their records."""
     waiting: list[WaitingJob] = []
     for stored in jobs.stored:
         count = sum(state.state == "waiting" for state in jobs.states[stored.id]) if stored.id in ids else 0
         if count and len(waiting) < MOST:
             record, what = stored.record, neutral_command(stored.record.command)[:_LONGEST_COMMAND]
             waiting.append(WaitingJob(stored.id, count, record.gpus, record.submitted, what))
-    return PublicJobs(tuple(waiting))
+    return PublicJobs(tuple(waiting), place)
 
 
 def publish(lock: int, jobs: PublicJobs) -> None:

@@ -68,6 +68,7 @@ class JobRecord:
     after_ok: tuple[int, ...] = ()  # jobs that must have succeeded
     begin: float | None = None  # unix time before which it does not start
     held: bool = False
+    held_by: str | None = None  # the user who holds it, if that is not its owner
     rank: float = 0.0  # jobs with a lower one start first
     retries: int = 0
     retry_on: tuple[int, ...] | None = None  # exit statuses, or None for all but 0
@@ -88,7 +89,7 @@ class JobEvent:
     gpus: tuple[str, ...] = ()  # labels of the devices
     status: int | None = None  # of an end: the exit status as a shell shows it
     outcome: str | None = None
-    why: str | None = None
+    why: str | None = None  # of an end or a skip, and of a cancel that was not its user's
 
 
 _BLANK = {name: value for name, value in asdict(JobEvent(kind="", time=0.0)).items() if name not in ("kind", "time")}

@@ -5,7 +5,7 @@
     unwatched    its claim is held, and its supervisor is gone: the exit status will be unknown
     completed    it ended with 0
     failed       it ended with another status, or could not be started
-    cancelled    its user ended it
+    cancelled    its user ended it, or root
     skipped      a job that had to succeed before it did not
     lost         it was started and is gone without a word: the machine was restarted, or its supervisor was killed
 
@@ -99,16 +99,17 @@ class _History:
                 event.time,
                 gpus=event.gpus,
                 claim=event.claim,
+                why=state.why if state.state == "cancelled" else None,
                 cancelled=state.state == "cancelled",
             )
         elif event.kind == WITHDRAW and event.claim == state.claim and state.state == "running":
-            self.state = _cancelled(self.before, event.time) if state.cancelled else self.before
+            self.state = _cancelled(self.before, event.time, state.why) if state.cancelled else self.before
         elif event.kind == END and is_of_attempt and state.state == "running":
             self._end(event)
         elif event.kind == CANCEL and state.state == "running":
-            self.state = replace(state, cancelled=True)
+            self.state = replace(state, cancelled=True, why=event.why)
         elif event.kind == CANCEL and state.state == "waiting":
-            self.state = _cancelled(state, event.time)
+            self.state = _cancelled(state, event.time, event.why)
         elif event.kind == RETRY and is_of_attempt and state.state != "waiting":
             self._again(None, new=True)
             self.boots.add(event.boot)
@@ -122,7 +123,8 @@ class _History:
     def _end(self, event: JobEvent) -> None:
         name: TaskStateName = "completed" if event.status == 0 else "failed"
         name = "cancelled" if self.state.cancelled else name
-        self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=event.why)
+        why = self.state.why or event.why  # why it was cancelled, if its user did not do that
+        self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=why)
         if name != "failed":
             return
         record = self.record
@@ -151,19 +153,21 @@ class _History:
         if state.state != "running":
             return state
         if self.started_in != boot:
-            return _cancelled(state, None) if state.cancelled else replace(state, state="lost", why=_RESTARTED)
+            return (
+                _cancelled(state, None, state.why) if state.cancelled else replace(state, state="lost", why=_RESTARTED)
+            )
         if claims is None:
             return replace(state, state="unwatched", why=_UNSEEN)
         supervised = claims.get(state.claim or "")
         if supervised is None:
-            return _cancelled(state, None) if state.cancelled else replace(state, state="lost", why=_GONE)
+            return _cancelled(state, None, state.why) if state.cancelled else replace(state, state="lost", why=_GONE)
         if not supervised:
             return replace(state, state="unwatched", why=_UNWATCHED)
-        return replace(state, why=_ENDING if state.cancelled else None)
+        return replace(state, why=(state.why or _ENDING) if state.cancelled else None)
 
 
-def _cancelled(state: TaskState, when: float | None) -> TaskState:
-    return replace(state, state="cancelled", ended=when, cancelled=True)
+def _cancelled(state: TaskState, when: float | None, why: str | None) -> TaskState:
+    return replace(state, state="cancelled", ended=when, why=why, cancelled=True)
 
 
 def task_states(stored: StoredJob, claims: HeldClaims | None, boot: str) -> list[TaskState]:
@@ -221,6 +225,8 @@ class Jobs:
                     break
 
     def _held_back(self, record: JobRecord, now: float) -> str | None:
+        if record.held_by:
+            return sentence("job.held_by", "held by {user}: gpuguard jobs unhold", user=record.held_by)
         if record.held:
             return _HELD
         # A job that was removed had ended, because only those can be removed.

@@ -3,6 +3,7 @@
     3f0c9e21          the caller's, or any user's if it is not ambiguous; its beginning is enough, such as 3f0
     alice/3f0c9e21    alice's; the number of the user works as well: 1000/3f0c9e21
     17, 17.3          a job of `gpuguard submit`, and its task 3; @ is the last job, @~1 the one before it
+    alice/17          alice's job 17
 
 A request in the queue has an id, and the claim that it becomes keeps it, unless the daemon gives the locks: the daemon
 names its claims itself, because two claims with one id would count as one.  An id is random and never given twice.
@@ -40,6 +41,11 @@ def job_and_task(text: str, jobs: Sequence[int]) -> tuple[int, int | None] | Non
     else:
         job = int(number) if int(number) in jobs else None
     return None if job is None else (job, None if task is None else int(task))
+
+
+def is_job_word(text: str) -> bool:
+    """Return whether *text* is written like a job, with or without its user; a claim may still have such an id."""
+    return _JOB.fullmatch(text.rpartition("/")[2]) is not None
 
 
 class Named(Protocol):

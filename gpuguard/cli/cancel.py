@@ -3,7 +3,7 @@
 gpuguard cancel 3f0c              the request or the job of yours whose id begins like that
 gpuguard cancel 3f0c 81d2         several
 gpuguard cancel 17                your job 17 of `gpuguard submit`, or 17.3, or @ for the last: as `jobs cancel`
-sudo gpuguard cancel alice/3f0c   anybody's
+sudo gpuguard cancel alice/3f0c   anybody's, and alice/17
 
 `gpuguard queue` shows the ids of requests, and `gpuguard who` those of claims.
 A request ends as by SIGTERM (`gpuguard run` then exits with 143), in a notebook as by an interrupt of its cell.  A job
@@ -15,16 +15,15 @@ Exit codes: 0 all of them have ended, or their jobs are being ended; 1 one of th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
-from gpuguard.batch.records import JobStore
-from gpuguard.claims.ids import full_id, job_and_task
-from gpuguard.cli.jobs.changes import CANCELLED, cancel_job, job_name, one_meant
+from gpuguard.claims.ids import full_id, is_job_word
+from gpuguard.cli.jobs.changes import CANCELLED, cancel_of
+from gpuguard.cli.jobs.owners import job_words
 from gpuguard.cli.options import add_source_options, choose_log, directory_of
 from gpuguard.daemon.cancel import ENDED, ENDING, cancel
-from gpuguard.errors import ClaimError
+from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
 from gpuguard.queue.priority import Ticket
 from gpuguard.sanitize import neutralise
@@ -48,20 +47,17 @@ def main(args: argparse.Namespace) -> int:
     cancelled: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
     lines: list[str] = []
-    store = JobStore()
     for text in args.ids:
-        if job_and_task(text, store.ids()):
-            stored, task = one_meant(store, text)
-            outcome, faults = cancel_job(store, stored, task)
-            name = job_name(stored, task)
-            lines.append(_(CANCELLED[outcome]).format(job=name))
-            own = {"user": user_name(os.geteuid()), "uid": os.geteuid(), "kind": "job"}
-            cancelled.append({"id": name, **own, "outcome": outcome})
-            refused += [{"id": name, "why": fault} for fault in faults]
-            continue
         try:
+            if is_job_word(text) and (job := job_words([text])[0]).exists(directory):
+                ended = cancel_of(job, directory)
+                lines.append(_(CANCELLED[ended.outcome]).format(job=ended.name))
+                owner = {"user": user_name(job.owner), "uid": job.owner, "kind": "job"}
+                cancelled.append({"id": ended.name, **owner, "outcome": ended.outcome})
+                refused += [{"id": ended.name, "why": fault} for fault in ended.faults]
+                continue
             meant, outcome = cancel(directory, text)
-        except ClaimError as error:
+        except GpuguardError as error:
             refused.append({"id": text, "why": str(error)})
             continue
         kind = "request" if isinstance(meant, Ticket) else "job"

@@ -49,8 +49,10 @@ class LockHolder(NamedTuple):
     descriptor: int
 
 
-def cancel(directory: LockDirectory, text: str) -> tuple[Ticket | ClaimRecord, str]:
+def cancel(directory: LockDirectory, text: str, by: str | None = None) -> tuple[Ticket | ClaimRecord, str]:
     """End the request or the job that *text* means (see claims.ids); return which one it was, and ENDED or ENDING.
+
+    *by* is the user who wants it, by default the one with whose rights it is done.
 
     Raises:
         ClaimError: it was not ended; the message says why.
@@ -67,17 +69,18 @@ def cancel(directory: LockDirectory, text: str) -> tuple[Ticket | ClaimRecord, s
                 "show them."
             ).format(text=text)
         )
-    return meant, _end_request(directory, meant) if isinstance(meant, Ticket) else _end_job(directory, meant)
+    by = by or user_name(os.geteuid())
+    return meant, _end_request(directory, meant, by) if isinstance(meant, Ticket) else _end_job(directory, meant, by)
 
 
-def _end_request(directory: LockDirectory, ticket: Ticket) -> str:
+def _end_request(directory: LockDirectory, ticket: Ticket, by: str) -> str:
     with _lock_holder(ticket_path(directory, ticket.id), ticket) as holder:
         if holder:
             # A program that catches only Ctrl-C goes on after it, as a notebook does; `gpuguard run` ends by either.
             by_interrupt = catches(holder.pid, signal.SIGINT) and not catches(holder.pid, signal.SIGTERM)
             return _end(directory, holder, signal.SIGINT if by_interrupt else signal.SIGTERM, ticket)
     if claim := read_record(directory, ticket.uid, ticket.short_id):  # it has just started
-        return _end_job(directory, claim)
+        return _end_job(directory, claim, by)
     raise ClaimError(
         _(
             "no process is seen that waits with the request {id}: it has just ended, or it runs in a container, where "
@@ -86,10 +89,10 @@ def _end_request(directory: LockDirectory, ticket: Ticket) -> str:
     )
 
 
-def _end_job(directory: LockDirectory, claim: ClaimRecord) -> str:
+def _end_job(directory: LockDirectory, claim: ClaimRecord, by: str) -> str:
     with SupervisorChannel(directory, claim) as supervisor:
         if supervisor:
-            supervisor.stop_job(ReleaseRequest(STOP, user_name(os.geteuid()), at=time.time()))
+            supervisor.stop_job(ReleaseRequest(STOP, by, at=time.time()))
             return ENDING
     with _lock_holder(record_path(directory, claim.uid, claim.id), claim) as holder:
         if holder is None:

@@ -24,7 +24,7 @@ LONGEST = (
     "test_docs", "test_waiter", "test_nvml", "test_contention", "test_daemon", "test_broker_shares",
     "test_damaged_files", "test_fleet_ssh", "test_overtaking", "test_release_command", "test_completion",
     "test_drain", "test_forged_claims", "test_attacks", "test_queue_model", "test_disk_room", "test_mig_profiles",
-    "test_cancel_command", "test_jobs_command", "test_jobs_campaign",
+    "test_cancel_command", "test_jobs_command", "test_jobs_users", "test_jobs_campaign",
     "test_driver_calls", "test_wrapper_death", "test_dry_equals_live", "test_floods", "test_files",
     "test_parallel", "test_worker", "test_notebook", "test_last_good", "test_campaigns", "test_guard_schedules",
     "test_innocents", "test_ladder", "test_policy_mutations", "test_owner_learns", "test_grab_lifetime",

@@ -5,29 +5,34 @@ gpuguard jobs log -f 17          what job 17 prints
 gpuguard jobs cancel 17          end it, with everything that it started
 gpuguard jobs retry --failed 18  start the tasks of job 18 that failed again
 
-@ is the last job, @~1 the one before it; 18.3 is task 3 of job 18.
+@ is the last job, @~1 the one before it; 18.3 is task 3 of job 18.  Root may cancel, hold and unhold the jobs of all
+users: alice/17.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from gpuguard.backends import default_backend
 from gpuguard.batch.dispatchers import start_missing
 from gpuguard.batch.facts import directory_of, held_claims, read_jobs
 from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
-from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli.jobs import changes
-from gpuguard.cli.jobs.changes import IDS_OR_LAST, ids_or_last_options, job_name, meant, one_meant
+from gpuguard.cli.jobs.changes import (
+    IDS_OR_LAST,
+    ids_or_last_options,
+    job_name,
+    meant,
+    one_meant,
+    usual_directory,
+)
 from gpuguard.cli.options import add_source_options, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
@@ -73,7 +78,7 @@ def _all_jobs(store: JobStore) -> Jobs:
 
 def _list(args: argparse.Namespace) -> int:
     if args.all:
-        directory = lock_directory(os.environ.get("GPUGUARD_DIR"), backend=default_backend(), make=False)
+        directory = usual_directory()
         put(lines_of_all(tuple(published(directory)), read_records(directory), time.time()))
         return 0
     store, now = JobStore(), time.time()

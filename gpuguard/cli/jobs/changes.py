@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+from gpuguard.backends import default_backend
 from gpuguard.batch.dispatchers import changed
 from gpuguard.batch.facts import KEPT_SECONDS, directory_of, read_jobs, remove_ended
 from gpuguard.batch.records import CANCEL, RESUME, RETRY, JobEvent, JobRecord, JobStore, StoredJob
 from gpuguard.batch.states import ENDED, RUNNING, TaskState
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.ids import job_and_task
+from gpuguard.cli.jobs.owners import JobWord, job_words
 from gpuguard.cli.options import quantity
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.procfs import boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.text import put
 
+# A change of a record, on behalf of a user if that is not the owner.
+Change = Callable[[argparse.Namespace, JobRecord, str | None], JobRecord]
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 IDS_OR_LAST = "such as 17, or 17.3 for a task of it (default: @, the last)"
@@ -75,36 +82,69 @@ CANCELLED = {
 }
 
 
+@dataclass(frozen=True)
+class CancelledJob:
+    """A job, or a task of it, that was to be cancelled."""
+
+    name: str  # with its owner, if that is not the caller
+    outcome: str  # a key of CANCELLED
+    faults: tuple[str, ...]  # why some of its tasks could not be ended
+
+
 def _cancel(args: argparse.Namespace) -> int:
-    store, status = JobStore(), 0
-    for stored, task in meant(store, args.jobs):
-        outcome, faults = cancel_job(store, stored, task)
-        put([_(CANCELLED[outcome]).format(job=job_name(stored, task))])
-        put([neutralise(f"gpuguard: {translated(fault)}") for fault in faults], sys.stderr)
-        status |= bool(faults)
+    status = 0
+    for job in _owned(args):
+        cancelled = cancel_of(job, usual_directory())
+        put([_(CANCELLED[cancelled.outcome]).format(job=cancelled.name)])
+        put([neutralise(f"gpuguard: {translated(fault)}") for fault in cancelled.faults], sys.stderr)
+        status |= bool(cancelled.faults)
     return status
 
 
-def cancel_job(store: JobStore, stored: StoredJob, task: int | None) -> tuple[str, list[str]]:
-    """Cancel a job or a task of it.
+def cancel_of(job: JobWord, directory: LockDirectory) -> CancelledJob:
+    """Cancel the job of its owner; see JobWord.do for *directory*.  Raises GpuguardError, OSError."""
+
+    def act(store: JobStore, word: str, by: str | None) -> tuple[str, str, list[str]]:
+        stored, task = one_meant(store, word)
+        return (job_name(stored, task), *cancel_job(store, stored, task, by))
+
+    name, outcome, faults = job.do(act, directory)
+    return CancelledJob(neutralise(job.prefix + name), outcome, tuple(faults))
+
+
+def cancel_job(store: JobStore, stored: StoredJob, task: int | None, by: str | None = None) -> tuple[str, list[str]]:
+    """Cancel a job or a task of it, on behalf of *by* if that is not its owner.
 
     Returns:
         A key of CANCELLED, and why some of its tasks could not be ended.
     """
     if all(state.state in ENDED and state.state != "lost" for state in _states(store, stored, task)):
         return "ended before", []
-    store.append(stored.id, JobEvent(kind=CANCEL, time=round(time.time(), 3), task=task))
-    changed(store, stored.record.source)
+    why = sentence("job.cancelled_by", "cancelled by {user}", user=by) if by else None
+    store.append(stored.id, JobEvent(kind=CANCEL, time=round(time.time(), 3), task=task, why=why))
+    changed(store, stored.record.source, may_start=by is None)
     running = [state for state in _states(store, stored, task) if state.state in RUNNING]
     faults = []
     if running:
         from gpuguard.cli.jobs.ending import end_task  # 100 ms, for what runs
     for state in running:
         try:
-            end_task(directory_of(stored.record.source), state)
+            end_task(directory_of(stored.record.source), state, by=by)
         except ClaimError as fault:
             faults.append(str(fault))
     return "ending" if running else "ended", faults
+
+
+def _owned(args: argparse.Namespace) -> list[JobWord]:
+    """Return the jobs that are named.  A wrong word among the caller's own changes nothing of what stands before it."""
+    words = job_words(args.jobs)
+    meant(JobStore(), [job.word for job in words if job.owner == os.geteuid()])
+    return words
+
+
+def usual_directory() -> LockDirectory:
+    """Return the claim directory of this machine, or the one that GPUGUARD_DIR names.  Raises ClaimError."""
+    return lock_directory(os.environ.get("GPUGUARD_DIR"), backend=default_backend(), make=False)
 
 
 def _retry(args: argparse.Namespace) -> int:
@@ -144,20 +184,27 @@ def _resume(args: argparse.Namespace) -> int:
     return 0
 
 
-def _change(args: argparse.Namespace, how: Callable[[argparse.Namespace, JobRecord], JobRecord], said: str) -> int:
+def _change(args: argparse.Namespace, how: Change, said: str) -> int:
     """Change the records of jobs that wait, and say what was done of those of which a task still waits."""
-    store, status = JobStore(), 0
-    for stored, task in meant(store, args.jobs):
+
+    def act(store: JobStore, word: str, by: str | None) -> tuple[int, bool]:
+        stored, task = one_meant(store, word)
         if task is not None:
             raise InvalidRequest(_("{job}.{task} is a task: name its job, {job}.").format(job=stored.id, task=task))
         if waits := _waits(store, stored):  # what a job of the past is tried again with must be what it was
-            store.replace(how(args, stored.record))
-            changed(store, stored.record.source)
+            store.replace(how(args, stored.record, by))
+            changed(store, stored.record.source, may_start=by is None)
             waits = _waits(store, stored)
+        return stored.id, waits
+
+    status = 0
+    for job in _owned(args):
+        number, waits = job.do(act, usual_directory())
+        name = neutralise(f"{job.prefix}{number}")
         if waits:
-            put([_(said).format(job=stored.id)])
+            put([_(said).format(job=name)])
         else:
-            put([f"gpuguard: {_('no task of job {job} waits any more.').format(job=stored.id)}"], sys.stderr)
+            put([f"gpuguard: {_('no task of job {job} waits any more.').format(job=name)}"], sys.stderr)
             status = 1
     return status
 
@@ -166,19 +213,19 @@ def _waits(store: JobStore, stored: StoredJob) -> bool:
     return any(state.state == "waiting" for state in _states(store, stored, None))
 
 
-def _held(args: argparse.Namespace, record: JobRecord) -> JobRecord:
-    return replace(record, held=True)
+def _held(args: argparse.Namespace, record: JobRecord, by: str | None) -> JobRecord:
+    return replace(record, held=True, held_by=by)
 
 
-def _unheld(args: argparse.Namespace, record: JobRecord) -> JobRecord:
-    return replace(record, held=False)
+def _unheld(args: argparse.Namespace, record: JobRecord, by: str | None) -> JobRecord:
+    return replace(record, held=False, held_by=None)
 
 
-def _first(args: argparse.Namespace, record: JobRecord) -> JobRecord:
+def _first(args: argparse.Namespace, record: JobRecord, by: str | None) -> JobRecord:
     return replace(record, rank=-time.time())
 
 
-def _updated(args: argparse.Namespace, record: JobRecord) -> JobRecord:
+def _updated(args: argparse.Namespace, record: JobRecord, by: str | None) -> JobRecord:
     from gpuguard.cli.jobs.words import arguments_of  # 50 ms, for `update` alone
     from gpuguard.cli.run import parsed
 

@@ -110,7 +110,8 @@ class Dispatcher:
         self.seen = self.store.change()
         jobs = read_jobs(self.store, read_queue_settings(self.directory).rules.jobs.running)
         self.until = jobs.next_time(time.time())
-        public = waiting_jobs(jobs, [stored.id for stored in jobs.stored if stored.record.source == self.source])
+        own = [stored.id for stored in jobs.stored if stored.record.source == self.source]
+        public = waiting_jobs(jobs, own, self.store.place)
         if public != self.public:
             with suppress(OSError):  # only people would have read it
                 publish(self.lock, public)

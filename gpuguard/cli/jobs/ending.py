@@ -21,8 +21,12 @@ HAND_OVER_SECONDS = 15.0  # in which a supervisor that was just forked answers
 POLL_SECONDS = 0.1
 
 
-def end_task(directory: LockDirectory, state: TaskState, grace: float = GRACE_SECONDS) -> None:
+def end_task(
+    directory: LockDirectory, state: TaskState, grace: float = GRACE_SECONDS, *, by: str | None = None
+) -> None:
     """Have a task ended by its supervisor or, if that was killed, end its processes from here.
+
+    This process has the rights of the owner; *by* is the user who wants it, if that is another one.
 
     Raises:
         ClaimError: it cannot be ended; the message says why.
@@ -33,7 +37,7 @@ def end_task(directory: LockDirectory, state: TaskState, grace: float = GRACE_SE
             _end_processes(directory, record, grace)
             return
         try:
-            cancel(directory, record.id)
+            cancel(directory, record.id, by)
             return
         except ClaimError:
             # The dispatcher has not handed the claim over yet, or it has ended just now.
