@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 
+import fake_mtml
 import pytest
 from amd_trees import MI300X, MI300X_DPX, AmdTree
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot
@@ -23,7 +26,7 @@ from smi_files import a_program
 from sources import PACKAGE
 
 from gpuguard import errors, model
-from gpuguard.backends import Backend
+from gpuguard.backends import Backend, auto
 from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
 from gpuguard.vendors import UUID_PREFIXES
@@ -187,11 +190,70 @@ class KernelFilesOfAmd:
         self.name = f"amd:{self.tree.root}"
 
 
-Divisible = FakeDriver | SimulatedNode | Program | KernelFilesOfAmd
-Machine = Divisible | IntelFiles
+PYMTML = """
+import sys
+from pathlib import Path
+from fake_mtml import FakeMtml
+sys.modules[__name__] = FakeMtml(devices=4, lost=Path({lost!r}))
+"""
 
 
-@pytest.fixture(params=[FakeDriver, SimulatedNode, Program, KernelFilesOfAmd, IntelFiles])
+class LibraryOfMooreThreads:
+    """Four devices behind a stand-in for the binding of the library, which lists no processes."""
+
+    name = "mthreads"
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost = place / "lost"
+        self.lost.mkdir()
+        (place / "pymtml.py").write_text(PYMTML.format(lost=str(self.lost)), encoding="utf-8")
+        monkeypatch.syspath_prepend(place)  # workers have this path; other interpreters have the variable
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(Path(fake_mtml.__file__).parent)]))
+
+    def lose(self, index: int) -> None:
+        (self.lost / str(index)).touch()
+
+
+class AllVendors:
+    """Two devices of NVIDIA, one of AMD and one of Intel, which the backend auto has found."""
+
+    name = "auto"
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.amd = AmdTree(place / "amd", MI300X)
+        self.nvidia, self.intel = place / "nvidia", IntelTree(place / "intel", (B60,))
+        start(str(self.nvidia), "2xH100-80GB")
+        self._monkeypatch = monkeypatch
+        self._finds(self.nvidia)
+
+    def _finds(self, nvidia: Path) -> None:
+        found = f"intel:{self.intel.place},amd:{self.amd.root},simulated:{nvidia}"
+        self._monkeypatch.setattr(auto, "resolved", lambda name, vendor: found)
+
+    @contextmanager
+    def busy(self, index: int) -> Iterator[subprocess.Popen[str]]:
+        with UserOfKfd(["sleep", "600"], text=True) as job:
+            job.entry = self.amd.computes(index - 2, job.pid, GIB)
+            yield job
+            job.kill()
+
+    def lose(self, index: int) -> None:
+        change(str(self.nvidia), index, faults=("lost",))
+
+    def divide(self) -> None:
+        divided = self.nvidia.with_name("divided")
+        start(str(divided), "1xH100-80GB+1xH100-80GB:mig=3g.40gb,3g.40gb")
+        self._finds(divided)
+
+
+Divisible = FakeDriver | SimulatedNode | Program | KernelFilesOfAmd | AllVendors
+ListsProcesses = Divisible | IntelFiles
+Machine = ListsProcesses | LibraryOfMooreThreads
+LISTING = [FakeDriver, SimulatedNode, Program, KernelFilesOfAmd, IntelFiles, AllVendors]
+ALONE = [FakeDriver, SimulatedNode, Program, KernelFilesOfAmd, IntelFiles, LibraryOfMooreThreads]
+
+
+@pytest.fixture(params=[*LISTING, LibraryOfMooreThreads])
 def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made: Machine = request.param(tmp_path, monkeypatch)
     return made
@@ -223,15 +285,15 @@ def test_every_device_has_an_index_and_a_uuid_whatever_is_read(backend: Backend)
     assert all(device.uuid.startswith(UUID_PREFIXES) for device in devices)
 
 
-@pytest.mark.parametrize("group", FIELDS)
-def test_a_group_brings_its_fields_and_no_others(backend: Backend, group: str) -> None:
-    snapshot = backend.sample({group})
-
-    for device in snapshot.devices:
-        missing = {name for name in FIELDS[group] if getattr(device, name) is None}
+def test_a_group_brings_its_fields_and_no_others(backend: Backend) -> None:
+    for group, fields in FIELDS.items():
+        snapshot = backend.sample({group})
         others = {name for other, names in FIELDS.items() if other != group for name in names}
-        assert missing <= gaps_of(snapshot, device).keys()
-        assert [name for name in others if getattr(device, name) is not None] == []
+
+        for device in snapshot.devices:
+            missing = {name for name in fields if getattr(device, name) is None}
+            assert missing <= gaps_of(snapshot, device).keys()
+            assert [(group, name) for name in others if getattr(device, name) is not None] == []
 
 
 def test_memory_adds_up(backend: Backend) -> None:
@@ -258,7 +320,8 @@ def test_a_snapshot_is_taken_before_anything_that_starts_later(backend: Backend)
     assert snapshot.host == os.uname().nodename
 
 
-def test_a_process_is_listed_with_its_identity_until_it_dies(machine: Machine, backend: Backend) -> None:
+@pytest.mark.parametrize("machine", LISTING, indirect=True)
+def test_a_process_is_listed_with_its_identity_until_it_dies(machine: ListsProcesses, backend: Backend) -> None:
     with machine.busy(2) as job:
         device = backend.sample({model.MEMORY, model.IDLE_PROCESSES}).devices[2]
         (process,) = device.processes or ()
@@ -269,7 +332,8 @@ def test_a_process_is_listed_with_its_identity_until_it_dies(machine: Machine, b
         assert eventually(lambda: backend.sample({model.MEMORY, model.IDLE_PROCESSES}).devices[2].processes == ())
 
 
-def test_the_details_say_who_a_process_is(machine: Machine, backend: Backend) -> None:
+@pytest.mark.parametrize("machine", LISTING, indirect=True)
+def test_the_details_say_who_a_process_is(machine: ListsProcesses, backend: Backend) -> None:
     with machine.busy(2):
         (process,) = backend.sample(WHO_FIELDS).devices[2].processes or ()
 
@@ -288,7 +352,7 @@ def test_a_lost_device_is_named_and_hides_no_other(machine: Machine, backend: Ba
     assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
 
 
-@pytest.mark.parametrize("machine", [FakeDriver, SimulatedNode, Program], indirect=True)
+@pytest.mark.parametrize("machine", [FakeDriver, SimulatedNode, Program, KernelFilesOfAmd, AllVendors], indirect=True)
 def test_instances_come_with_the_health_of_their_parent(machine: Divisible, opened: Callable[[], Backend]) -> None:
     machine.divide()
     backend = opened()
@@ -313,10 +377,11 @@ def test_the_topology_has_each_pair_of_devices_once(backend: Backend) -> None:
     if snapshot.topology is None:
         assert "topology" in {gap.field for gap in snapshot.gaps}
         return
-    pairs = [frozenset(pair[:2]) for pair in snapshot.topology or ()]
+    pairs = [frozenset(pair[:2]) for pair in snapshot.topology]
+    of_one_vendor = sum(comb(count, 2) for count in Counter(device.vendor for device in snapshot.devices).values())
 
-    assert len(pairs) == len(set(pairs)) == 6
-    assert {how for *_, how in snapshot.topology or ()} <= {"NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS"}
+    assert len(pairs) == len(set(pairs)) == of_one_vendor
+    assert {how for *_, how in snapshot.topology} <= {"NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS"}
 
 
 def test_closing_twice_is_closing_once(backend: Backend) -> None:
@@ -351,6 +416,7 @@ def breaches(name: str, **environment: str) -> list[str]:
     return ["it does not say what it reads"] * (not tells) + ["it reads what it must skip"] * (not spares)
 
 
+@pytest.mark.parametrize("machine", ALONE, indirect=True)  # several backends are tried one by one
 def test_it_says_which_device_it_reads_and_skips_those_that_hang(machine: Machine) -> None:
     assert breaches(machine.name) == []
 

@@ -135,6 +135,13 @@ def test_a_uuid_that_names_no_device_or_two_is_not_used(fake: FakeMtml, uuid: st
     assert (device.uuid, device.problems) == ("unknown-1", ("cannot be opened: nothing found",))
 
 
+@pytest.mark.parametrize("told", ["8f3c0a7e-0000-4000-8000-000000000001", "GPU-8f3c0a7e-0000-4000-8000-000000000001"])
+def test_a_uuid_has_the_prefix_by_which_locks_and_selectors_know_a_device(fake: FakeMtml, told: str) -> None:
+    fake.devices[1].uuid = told
+
+    assert mthreads.open().sample(()).devices[1].uuid == "GPU-8f3c0a7e-0000-4000-8000-000000000001"
+
+
 def test_a_device_that_hangs_is_not_touched(fake: FakeMtml) -> None:
     backend, read = mthreads.open(), list[int | None]()
     backend.skip, backend.progress = {0}, read.append
@@ -145,7 +152,7 @@ def test_a_device_that_hangs_is_not_touched(fake: FakeMtml) -> None:
 
 def test_only_the_devices_that_are_asked_for_are_read(fake: FakeMtml) -> None:
     backend, read = mthreads.open(), list[int | None]()
-    uuid = fake.devices[1].uuid
+    uuid = f"GPU-{fake.devices[1].uuid}"
 
     assert [device.uuid for device in backend.sample(SELECT_FIELDS, [uuid]).devices] == [uuid]
 

@@ -189,8 +189,10 @@ class MThreads:
         """Open a device, and return its uuid.  Raises MTMLError."""
         if index not in self._handles:
             handle = self._mtml.mtmlLibraryInitDeviceByIndex(index)
-            uuid = self._mtml.mtmlDeviceGetUUID(handle)
-            if not is_uuid(uuid) or uuid in self._uuids.values():
+            told = self._mtml.mtmlDeviceGetUUID(handle)
+            # Locks and selectors know a device by its prefix, which this library may leave out.
+            uuid = told if told.startswith(MTHREADS.uuid_prefix) else f"{MTHREADS.uuid_prefix}{told}"
+            if not is_uuid(told) or uuid in self._uuids.values():
                 raise self._mtml.MTMLError(7)  # by this uuid a claim would name no device, or two
             self._handles[index], self._uuids[index] = handle, uuid
         return self._uuids[index]

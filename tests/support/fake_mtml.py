@@ -8,6 +8,7 @@ fake.fail("mtmlGpuGetTemperature", 4, device=1)
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +41,10 @@ class FakeMtml:
 
     MTMLError = MTMLError
 
-    def __init__(self, devices: int = 2) -> None:
+    def __init__(self, devices: int = 2, lost: Path | None = None) -> None:
         self.devices = [FakeGpu(index, f"8f3c0a7e-0000-4000-8000-00000000000{index}") for index in range(devices)]
         self.count: int | None = None
+        self.lost = lost  # a folder: a device is lost once there is a file with its index as the name
         self.missing: set[str] = set()  # functions that an older binding does not have
         self.initialised = 0
         self._failing: dict[tuple[str, int | None], Exception] = {}
@@ -119,3 +121,5 @@ class FakeMtml:
         error = self._failing.get((function, device)) or self._failing.get((function, None))
         if error:
             raise error
+        if self.lost and (self.lost / str(device)).exists():
+            raise MTMLError(LOST)
