@@ -5,6 +5,7 @@ A vendor is one value here, and the field `vendor` of a device names it.  This m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -195,6 +196,13 @@ MTHREADS = Vendor(
 
 VENDORS = {vendor.name: vendor for vendor in (NVIDIA, AMD, INTEL, MTHREADS)}
 INSTANCE_PREFIXES = tuple(vendor.instance_prefix for vendor in VENDORS.values() if vendor.instance_prefix)
+# A number of 128 bits (NVIDIA, Moore Threads), one of 64 bits (AMD), or the place on the PCI bus; a partition has its
+# own number behind that of its GPU.
+_NUMBER, _PLACE = r"[0-9a-f]{16}", r"[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7]"
+_WHOLE_UUID = re.compile(
+    rf"(?:GPU|MIG)-[0-9a-f]{{8}}(?:-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}"
+    rf"|GPU-{_NUMBER}|PCI-{_PLACE}|XCP-(?:{_NUMBER}|{_PLACE})-[0-7]"
+)
 UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.values())) + INSTANCE_PREFIXES
 
 
@@ -206,6 +214,11 @@ def vendor_of(device: Device) -> Vendor:
 def vendor_of_model(name: str) -> str:
     """Return the name of the vendor with whose title the model *name* begins, or NVIDIA's."""
     return next((vendor.name for vendor in VENDORS.values() if name.startswith(vendor.title)), NVIDIA.name)
+
+
+def is_whole_uuid(text: str) -> bool:
+    """Return whether *text* is a whole uuid of a device or of an instance, and not only the beginning of one."""
+    return _WHOLE_UUID.fullmatch(text) is not None
 
 
 def names_instance(uuid: str) -> bool:

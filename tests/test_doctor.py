@@ -125,7 +125,7 @@ DIAGNOSES = [
     ("devices", {"snapshot": a_snapshot(a_device(problems=("lost",)), a_device())}, FAULT,
      "1 of 2 unhealthy: GPU 0: lost", "after `sudo systemctl stop gpuguard`"),
     ("devices", {"snapshot": replace(a_snapshot(), devices=())}, FAULT, "", None),
-    ("devices", {"snapshot": a_snapshot(DIVIDED, a_mig_instance(DIVIDED))}, OK, "1 healthy, and 1 MIG instances", None),
+    ("devices", {"snapshot": a_snapshot(DIVIDED, a_mig_instance(DIVIDED))}, OK, "1 healthy, and 1 MIG instance", None),
     ("processes", {"snapshot": a_snapshot(a_device(processes=None))}, WARNING, "no process list of GPU 0", "memory"),
     ("processes", {"snapshot": a_snapshot(a_device(processes=(a_process(),), processes_plausible=False))}, WARNING,
      "no sense", "pip install -U nvidia-ml-py"),

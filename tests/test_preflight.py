@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot, a_uuid
-from guard_scene import SOMEBODY, Scene, a_child, a_scene
+from guard_scene import AMD_HERE, CARD, KFD, OTHER_RENDER, RENDER, SOMEBODY, Scene, a_child, a_scene, on_a_gpu_of
 from nodes import until
 
 from gpuguard import capabilities, deadline, procfs
@@ -219,38 +217,15 @@ def test_without_its_check_that_innocent_is_hit(scene, monkeypatch, innocent, ch
     assert scene.dies()
 
 
-# Nodes that every user can open stand for those of GPUs.  The device that is meant has the render node 5.
-KFD, RENDER, OTHER_RENDER, CARD = "/dev/full", "/dev/zero", "/dev/random", "/dev/urandom"
 MOORE = replace(MTHREADS, nodes=(KFD,))
 DESKTOP = {"kind": "graphics", "memory_used": GIB}
-
-
-@contextmanager
-def on_a_gpu_of(vendor: Vendor, patch: Patch, place: Path, minor: int | None, opened: str) -> Iterator[Scene]:
-    """An offender on a GPU of *vendor*, with one node open."""
-    patch.setattr(identity, "NODES", (KFD, RENDER, OTHER_RENDER, CARD))
-    patch.setattr(identity, "DRM_MAJOR", 1)
-    patch.setattr(identity, "DRM_SIBLINGS", f"{place}/{{minor}}/*/dev")
-    for path in (RENDER, CARD):
-        node = os.stat(path).st_rdev
-        (folder := place / "5" / os.path.basename(path)).mkdir(parents=True)
-        (folder / "dev").write_text(f"{os.major(node)}:{os.minor(node)}\n")
-    patch.setitem(VENDORS, vendor.name, replace(vendor, major=vendor.major and 1))
-    with open(opened, "rb") as node_of_it, a_scene(stdin=node_of_it) as scene:
-        patch.setattr(scene.machine, "simulated", False)
-        scene.machine.change(0, vendor=vendor.name, minor_number=minor)
-        scene.snapshot = scene.machine.sample((), None)
-        yield scene
-
-
-AMDS = replace(AMD, nodes=(KFD,))
 OF_OTHER_VENDORS: dict[str, tuple[Vendor, int | None, str, dict[str, Any], set[str]]] = {
-    "computes by KFD": (AMDS, 5, KFD, {}, set()),
-    "computes by Vulkan": (AMDS, 5, RENDER, {}, set()),
-    "computes by the card node": (AMDS, 5, CARD, {}, set()),
-    "a shell with a pid that KFD remembers": (AMDS, 5, os.devnull, {}, {"driver"}),
-    "has another GPU open": (AMDS, 5, OTHER_RENDER, {}, {"driver"}),
-    "a desktop": (AMDS, 5, CARD, DESKTOP, {"kind"}),
+    "computes by KFD": (AMD_HERE, 5, KFD, {}, set()),
+    "computes by Vulkan": (AMD_HERE, 5, RENDER, {}, set()),
+    "computes by the card node": (AMD_HERE, 5, CARD, {}, set()),
+    "a shell with a pid that KFD remembers": (AMD_HERE, 5, os.devnull, {}, {"driver"}),
+    "has another GPU open": (AMD_HERE, 5, OTHER_RENDER, {}, {"driver"}),
+    "a desktop": (AMD_HERE, 5, CARD, DESKTOP, {"kind"}),
     "computes on Intel's": (INTEL, 5, RENDER, {}, set()),
     "uses the driver of another vendor": (INTEL, 5, KFD, {}, {"driver"}),
     "on a GPU whose node is not known": (INTEL, None, RENDER, {}, {"driver"}),

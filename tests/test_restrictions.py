@@ -31,6 +31,7 @@ from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Device, Event, Finding, Subject, Verdict
 from gpuguard.policies.rules import RULES
 from gpuguard.request import Request
+from gpuguard.vendors import is_whole_uuid
 
 root = pytest.mark.root
 NOW = 1_800_000_000.0
@@ -405,6 +406,26 @@ def test_a_device_is_quarantined_and_put_back_by_command(gpuguard):
     assert seen[1]["reason"] == f"quarantined by {who}: XID 79"
     assert ended == [0, 1]
     assert [event["outcome"] for event in gpuguard.events("quarantine")] == ["quarantined", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("GPU-01234567-89ab-cdef-0123-456789abcdef", True),
+        ("MIG-01234567-89ab-cdef-0123-456789abcdef", True),
+        ("GPU-e3aa140f9a5f9e31", True),
+        ("XCP-e3aa140f9a5f9e31-7", True),
+        ("XCP-0000-03-00-0-1", True),
+        ("PCI-0000-03-00-0", True),
+        ("GPU-01234567-89ab", False),
+        ("GPU-e3aa140f9a5f", False),
+        ("XCP-e3aa140f9a5f9e31", False),
+        ("PCI-0000-03", False),
+        ("3", False),
+    ],
+)
+def test_of_every_vendor_it_is_known_what_a_whole_uuid_is(text, whole):
+    assert is_whole_uuid(text) is whole
 
 
 def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):

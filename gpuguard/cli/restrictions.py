@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -45,11 +44,11 @@ from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration, local_time, parse_duration
 from gpuguard.users import user_name
+from gpuguard.vendors import is_whole_uuid
 from gpuguard.views.text import json_text, put
 from gpuguard.yaml_files.decoder import Accounts
 
 LONGEST_SECONDS = 365 * 86400.0
-_WHOLE_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _DENY = """Let a user make no new claims for a time.  Claims that they have stay, and so do their processes.
 
@@ -121,7 +120,7 @@ def _quarantine(args: argparse.Namespace) -> int:
     if args.end and seconds_of(args) is not None:
         raise InvalidRequest(_("either --for or --end."))
     beginning = [uuid for uuid in known if uuid.startswith(args.device)] if args.end else []
-    if _WHOLE_UUID.fullmatch(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
+    if is_whole_uuid(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
         return _change(args, directory, "quarantine", beginning[0] if beginning else args.device)
     devices = sampled(args, {MODEL}).devices
     [uuid] = resolve([args.device], devices, "DEVICE")

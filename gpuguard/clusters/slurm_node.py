@@ -127,7 +127,7 @@ def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
     ordered = sorted(devices, key=lambda device: device.index)
     minors = [device.minor_number for device in ordered if device.minor_number is not None]
     if any(device.parent_uuid for device in devices):
-        return "GPUs are divided into MIG instances, and which one Slurm means by a number is not known"
+        return "GPUs are divided, and which part of one Slurm means by a number is not known"
     if len(devices) != node.gpus:
         return f"Slurm gives away {node.gpus or 'no'} GPUs of one type here, and the driver shows {len(devices)}"
     if minors != sorted(minors):

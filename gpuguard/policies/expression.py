@@ -639,6 +639,11 @@ class ExpressionRule(Rule):
         )
 
     @property
+    def judges_by(self) -> frozenset[str]:
+        """Its names about devices."""
+        return frozenset(name for name in self.expr.names if not NAMES[name].of_process)
+
+    @property
     def reaches(self) -> frozenset[str]:
         """Processes, if one of its names is about processes."""
         return frozenset({"process"} if self.expr.of_process else ())

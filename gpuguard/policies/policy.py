@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, usable_devices
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import (
@@ -525,8 +526,15 @@ def absent(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
                 )
 
 
+# The keys of the reasons of a gap that no later sample fills.
+_NEVER_TOLD = frozenset({"drm.absent", "drm.not_supported", "amd.of_the_whole"})
+
+
 def unjudged(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
-    """Yield why *policy* does not judge some devices: it is about their memory, which is the host's."""
+    """Yield why *policy* does not judge some devices.
+
+    It is about their memory, which is the host's, or about a field that their driver never tells.
+    """
     shared = [device_title(device) for device in snapshot.devices if device.memory_shared_with_host]
     if shared and any(rule.needs.memory_size for rule in policy.rules):
         yield sentence(
@@ -535,6 +543,27 @@ def unjudged(policy: Policy, snapshot: Snapshot) -> Iterator[str]:
             policy=policy.name,
             gpus=", ".join(shared),
         )
+    for rule in policy.rules:
+        for (field, reason), devices in grouped(_untold(rule, snapshot)).items():
+            yield sentence(
+                "policy.never_told",
+                "{policy}: {rule} cannot judge {gpus} by {field}: {reason}",
+                policy=policy.name,
+                rule=rule.kind.name,
+                gpus=", ".join(map(device_title, devices)),
+                field=field,
+                reason=reason,
+            )
+
+
+def _untold(rule: Rule, snapshot: Snapshot) -> Iterator[tuple[tuple[str, str], Device]]:
+    """Yield each field of a device that *rule* needs and that its driver never tells, with the reason."""
+    uuids = {device.uuid for device in snapshot.devices}
+    whole = [device for device in snapshot.devices if device.parent_uuid not in uuids]
+    devices = {device.uuid: device for device in (whole if rule.kind.of_whole else usable_devices(snapshot))}
+    for gap in snapshot.gaps:
+        if gap.device in devices and gap.field in rule.judges_by and getattr(gap.reason, "key", "") in _NEVER_TOLD:
+            yield (gap.field, gap.reason), devices[gap.device]
 
 
 def _is_device(device: Device, text: str, unknown: bool) -> bool:

@@ -135,6 +135,7 @@ class TemperatureRule(Rule):
         innocent=True,
         bounds={"above": (130.0, N_("readings above 130C are not believed"))},
         limits="temperature",
+        of_whole=True,
         not_in_tables=N_("the temperature of GPUs"),
         advice={
             "en": "Let the GPU cool down: end or reduce what runs on it.",
@@ -176,6 +177,7 @@ class PowerRule(Rule):
         "power",
         innocent=True,
         limits="power_draw",
+        of_whole=True,
         not_in_tables=N_("the power of GPUs"),
         advice={"en": "Reduce what runs on the GPU.", "zh": "请减少该设备上的任务。"},
     )
@@ -369,6 +371,7 @@ class HealthRule(Rule):
         innocent=True,
         needs=RuleNeeds(frozenset({CLOCKS, ECC})),
         by_content=True,
+        of_whole=True,
         outlasts_boot=True,
         not_in_tables=N_("faults of GPUs"),
         advice={
@@ -394,6 +397,11 @@ class HealthRule(Rule):
         """Only the groups that these keys need, because both together cost 15 driver calls per device and sample."""
         groups = ((CLOCKS, self.throttle_reasons), (ECC, self._limits()))
         return RuleNeeds(frozenset(group for group, limits in groups if limits))
+
+    @property
+    def judges_by(self) -> frozenset[str]:
+        """The counts with a limit, and the reasons of slower clocks; a driver always tells its problems."""
+        return frozenset([field for field, _ in self._limits()] + ["throttle_reasons"] * bool(self.throttle_reasons))
 
     @property
     def reaches(self) -> frozenset[str]:

@@ -494,6 +494,7 @@ class RuleKind:
     bounds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # key -> what the rule does not look at while it is false
     finds_trespassers: bool = False  # but none who used a GPU before it was claimed, which is worth an event
+    of_whole: bool = False  # the instances of a GPU are judged by the readings of the whole
     not_in_tables: str = ""  # what it cannot know from a table of samples without a column of its name
 
 
@@ -512,6 +513,12 @@ class Rule(Protocol):
     def needs(self) -> RuleNeeds:
         """The data that it needs with these keys."""
         return self.kind.needs
+
+    @property
+    def judges_by(self) -> frozenset[str]:
+        """The fields of a device without which nothing is found there with these keys."""
+        of_device = vars(self).get("per", "device") == "device"
+        return frozenset({self.kind.limits} if of_device and self.kind.limits else ())
 
     @property
     def rests_on(self) -> Evidence:

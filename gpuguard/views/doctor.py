@@ -16,7 +16,9 @@ from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.logout import ENDS, STAYS
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
+from gpuguard.device_state import instances_title
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
+from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
@@ -282,14 +284,10 @@ def _devices(facts: DoctorFacts) -> Finding | None:
             ),
             advice,
         )
-    instances = len(facts.snapshot.devices) - len(whole)
-    return (
-        OK,
-        _("{whole} healthy, and {instances} MIG instances").format(whole=len(whole), instances=instances)
-        if instances
-        else _("{whole} healthy").format(whole=len(whole)),
-        None,
-    )
+    parts = grouped((device.vendor, device) for device in facts.snapshot.devices if device.parent_uuid)
+    instances = ", ".join(translated(instances_title(len(own), own[0])) for own in parts.values())
+    healthy = _("{whole} healthy, and {instances}") if instances else _("{whole} healthy")
+    return OK, healthy.format(whole=len(whole), instances=instances), None
 
 
 def _processes(facts: DoctorFacts) -> Finding | None:

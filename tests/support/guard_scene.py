@@ -22,10 +22,11 @@ from nodes import until
 from users import interpreter
 
 from gpuguard import procfs
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext, check_process, targets
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.procfs import boot_clock
+from gpuguard.vendors import AMD, VENDORS, Vendor
 
 SOMEBODY = 20001  # a uid that nobody has
 SLEEP = ("sleep", "600")
@@ -157,8 +158,8 @@ def a_child(
     """A process of *uid*, somebody's by default; ended at the end."""
     user = somebody() if uid is None else uid
     ours = user in (None, os.getuid() or None)  # a user who is not root may not even ask to be themselves
-    identity: dict[str, Any] = {} if ours else {"user": user, "group": user or 0, "extra_groups": []}
-    with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
+    as_user: dict[str, Any] = {} if ours else {"user": user, "group": user or 0, "extra_groups": []}
+    with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **as_user, **more) as child:
         try:
             yield child
         finally:
@@ -175,3 +176,28 @@ def a_scene(*command: str, uid: int | None = None, **more: Any) -> Iterator[Scen
             yield scene
         finally:
             os.close(scene.pidfd)
+
+
+# Nodes that every user can open stand for those of GPUs.  The device that is meant has the render node 5.
+KFD, RENDER, OTHER_RENDER, CARD = "/dev/full", "/dev/zero", "/dev/random", "/dev/urandom"
+AMD_HERE = replace(AMD, nodes=(KFD,))
+
+
+@contextlib.contextmanager
+def on_a_gpu_of(
+    vendor: Vendor, patch: pytest.MonkeyPatch, place: Path, minor: int | None, opened: str
+) -> Iterator[Scene]:
+    """An offender on a GPU of *vendor*, with one node open."""
+    patch.setattr(identity, "NODES", (KFD, RENDER, OTHER_RENDER, CARD))
+    patch.setattr(identity, "DRM_MAJOR", 1)
+    patch.setattr(identity, "DRM_SIBLINGS", f"{place}/{{minor}}/*/dev")
+    for path in (RENDER, CARD):
+        node = os.stat(path).st_rdev
+        (folder := place / "5" / os.path.basename(path)).mkdir(parents=True)
+        (folder / "dev").write_text(f"{os.major(node)}:{os.minor(node)}\n")
+    patch.setitem(VENDORS, vendor.name, replace(vendor, major=vendor.major and 1))
+    with open(opened, "rb") as node_of_it, a_scene(stdin=node_of_it) as scene:
+        patch.setattr(scene.machine, "simulated", False)
+        scene.machine.change(0, vendor=vendor.name, minor_number=minor)
+        scene.snapshot = scene.machine.sample((), None)
+        yield scene

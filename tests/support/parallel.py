@@ -30,8 +30,9 @@ LONGEST = (
     "test_innocents", "test_ladder", "test_policy_mutations", "test_owner_learns", "test_grab_lifetime",
     "test_interrupted_claim", "test_engine_properties", "test_grab", "test_pid_reuse", "test_page_server",
     "test_backfill", "test_bad_input", "test_passing_faults", "test_backend_contract", "test_metrics_command",
-    "test_device_state", "test_amd", "test_job_control", "test_query", "test_policy_command", "test_processes",
-    "test_json_schema", "test_preflight", "test_fleet_answers", "test_action_release", "test_published_state",
+    "test_device_state", "test_amd", "test_amd_node", "test_job_control", "test_query", "test_policy_command",
+    "test_processes", "test_json_schema", "test_preflight", "test_fleet_answers", "test_action_release",
+    "test_published_state",
     "test_planted", "test_policy_test", "test_deep_json", "test_daemon_requests", "test_identity",
     "test_shared_jobs", "test_queue_options", "test_socket_server", "test_restrictions", "test_recordings",
     "test_run_limits", "test_report", "test_setup_command", "test_usage_queries", "test_translations", "test_top",
@@ -46,8 +47,8 @@ LONGEST = (
 # Nagle waits.  Not in these: claims, races, pids that are used again, signals.  A device given twice or an innocent
 # signalled once in twenty runs is a fault.
 NEVER_AGAIN = frozenset((
-    "test_action_release", "test_adopt", "test_adopt_users", "test_amd", "test_attacks", "test_batch_records",
-    "test_batch_states", "test_breaker", "test_broker",
+    "test_action_release", "test_adopt", "test_adopt_users", "test_amd", "test_amd_node", "test_attacks",
+    "test_batch_records", "test_batch_states", "test_breaker", "test_broker",
     "test_broker_hostile", "test_broker_shares", "test_by_hand", "test_cancel_command", "test_claim_directory",
     "test_contention",
     "test_daemon", "test_daemon_files", "test_daemon_requests", "test_drain", "test_dry_equals_live",

@@ -5,35 +5,42 @@ python pid_reuse.py CAMPAIGN COUNT [FAULT]      prints {"hit": .., "spared": ..}
 A process is sampled, ends, and another one gets its pid at once (ns_last_pid), at the worst moment that there is.
 """
 
+import atexit
 import collections
 import json
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Literal
 
+from amd_trees import POLARIS, AmdTree
 from builders import GIB, a_device, a_process
-from guard_scene import SOMEBODY, Listing
+from guard_scene import AMD_HERE, KFD, SOMEBODY, Listing
 from nodes import until
 
-from gpuguard import procfs
+from gpuguard import procfs, users
+from gpuguard.backends import Backend, amd
 from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.preflight import ActionContext
-from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.model import WHO_FIELDS, Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.policies import arrivals
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.procfs import boot_clock
+from gpuguard.vendors import VENDORS
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
 _ready = os.pipe()
 
 
-def a_sleeper(pid: int | None = None) -> int:
-    """A process of somebody, that has *pid*."""
+def a_sleeper(pid: int | None = None, *, node: str = os.devnull) -> int:
+    """A process of somebody, that has *pid*, and *node* open."""
     if pid is not None:
         with open(LAST_PID, "w") as last:
             last.write(str(pid - 1))
@@ -41,6 +48,7 @@ def a_sleeper(pid: int | None = None) -> int:
     if child == 0:
         os.setpgid(0, 0)
         os.setresuid(SOMEBODY, SOMEBODY, SOMEBODY)
+        os.open(node, os.O_RDONLY)
         os.write(_ready[1], b".")
         while True:
             signal.pause()
@@ -87,7 +95,7 @@ class Everybody(frozenset[tuple[int, float]]):
         return True
 
 
-def guard(machine: Listing, append: Callable[[Event], bool] = lambda event: True) -> ActionContext:
+def guard(machine: Backend, append: Callable[[Event], bool] = lambda event: True) -> ActionContext:
     return ActionContext(machine, append, lambda *_: True, enforce=True, jobs=Everybody(), share_host_pids=True)
 
 
@@ -175,6 +183,36 @@ def whose_files_are_hidden(began: str) -> bool:
     return was_hit(offender)
 
 
+@cache
+def a_gpu_of_amd() -> AmdTree:
+    place = tempfile.mkdtemp(prefix="gpuguard-kfd-")
+    atexit.register(shutil.rmtree, place)
+    return AmdTree(Path(place), POLARIS)
+
+
+def whom_kfd_remembers(*, ends: bool) -> bool:
+    """KFD keeps the entry of a process that has ended, and all samples show it as that of who has the pid now."""
+    identity.NODES = (KFD,)
+    VENDORS["amd"] = AMD_HERE
+    users._names[SOMEBODY] = "alice"
+    tree, pid = a_gpu_of_amd(), a_sleeper(node=KFD)
+    entry = tree.computes(0, pid, 0)
+    backend = amd.open(str(tree.root))
+    backend.simulated = False
+    backend.sample(WHO_FIELDS)
+    if ends:
+        end(pid)
+        a_sleeper(pid)
+    began = procfs.start_time(pid) or 0.0
+    until(lambda: boot_clock() > began + 0.035)
+    snapshot = backend.sample(WHO_FIELDS)
+    (row,) = snapshot.devices[0].processes or ()
+    assert (row.pid, row.start_time) == (pid, began)
+    act(row, snapshot, guard(backend))
+    shutil.rmtree(entry)
+    return was_hit(pid)
+
+
 def right_target() -> bool:
     """Nothing happens in between."""
     offender = a_sleeper()
@@ -201,6 +239,8 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "right": right_target,
     "hidden": partial(whose_files_are_hidden, "before the last list"),
     "arrival": partial(whose_files_are_hidden, "after the last list"),
+    "kfd": partial(whom_kfd_remembers, ends=True),
+    "on kfd": partial(whom_kfd_remembers, ends=False),
 }
 
 

@@ -30,6 +30,7 @@ from gpuguard.yaml_files.source import YamlSource
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30
+BOBS: dict[str, Any] = {"uid": 1002, "user": "bob"}
 READERS = {"user": {"root": 0, "nobody": 65534, "alice": 1001, "bob": 1002}.__getitem__, "group": str}
 
 
@@ -58,26 +59,14 @@ def _decoded(name: str, rule: type[Rule], example: str) -> Rule:
 
 
 @cache
-def a_bad_day(clock: float = CLOCK) -> RuleView:
+def a_bad_day(clock: float = CLOCK, devices: tuple[Device, ...] | None = None) -> RuleView:
     """At *clock*: a broken, overloaded device, one that bob has claimed and alice holds at rest, one that bob claimed
-    for nothing, and four that alice or bob hold at rest without a claim.
+    for nothing, and four that alice or bob hold at rest without a claim.  With *devices*, in this order, on those.
 
     What is read for some rules alone is as low as can be on the next device, and as high on the one after it.
     """
-    broken = a_device(
-        0, memory_used=79 * GIB, temperature=96.0, power_draw=695.0, utilization=99.0, memory_utilization=90.0,
-        problems=("lost", "remapping pending"), throttle_reasons=("hw_thermal_slowdown",), clock_sm=500,
-        ecc_corrected_volatile=10**6, ecc_uncorrected_volatile=7, retired_pages=70, remapped_rows=9,
-        processes=tuple(_job(pid, memory_used=26 * GIB, utilization=99.0) for pid in (100, 101, 102)),
-    )  # fmt: skip
-    invaded = a_device(1, memory_used=50 * GIB, processes=(_job(110, memory_used=50 * GIB, utilization=0.0),))
-    unused = a_device(2)
-    resting = [
-        a_device(index, memory_used=40 * GIB, processes=(_job(100 + 10 * index, memory_used=40 * GIB),), **rare)
-        for index, rare in ((3, _rarely_read(0)), (4, _rarely_read(1)), (5, {}))
-    ]
-    of_bob = a_device(6, memory_used=40 * GIB, processes=(_job(160, memory_used=40 * GIB, uid=1002, user="bob"),))
-    devices = (broken, invaded, unused, *resting, of_bob)
+    devices = devices or _of_nvidia()
+    invaded, unused = devices[1:3]
     now = a_snapshot(*devices, clock=clock, taken_at=1_700_000_000.0 + clock - CLOCK)
     claims = tuple(
         a_claim_record(device, id=f"c{device.index}", uid=1002, user="bob", pid=None, since=now.taken_at - 9e5)
@@ -99,13 +88,31 @@ def a_bad_day(clock: float = CLOCK) -> RuleView:
     )
 
 
+def _of_nvidia() -> tuple[Device, ...]:
+    broken = a_device(
+        0, memory_used=79 * GIB, temperature=96.0, power_draw=695.0, utilization=99.0, memory_utilization=90.0,
+        problems=("lost", "remapping pending"), throttle_reasons=("hw_thermal_slowdown",), clock_sm=500,
+        ecc_corrected_volatile=10**6, ecc_uncorrected_volatile=7, retired_pages=70, remapped_rows=9,
+        processes=tuple(a_job(pid, memory_used=26 * GIB, utilization=99.0) for pid in (100, 101, 102)),
+    )  # fmt: skip
+    invaded = a_device(1, memory_used=50 * GIB, processes=(a_job(110, memory_used=50 * GIB, utilization=0.0),))
+    unused = a_device(2)
+    resting = [
+        a_device(index, memory_used=40 * GIB, processes=(a_job(100 + 10 * index, memory_used=40 * GIB),), **rare)
+        for index, rare in ((3, _rarely_read(0)), (4, _rarely_read(1)), (5, {}))
+    ]
+    of_bob = a_device(6, memory_used=40 * GIB, processes=(a_job(160, memory_used=40 * GIB, **BOBS),))
+    return (broken, invaded, unused, *resting, of_bob)
+
+
 def _rarely_read(level: int) -> dict[str, Any]:
     """The fields that are read for the rules that ask for them: the lowest values (0) or the highest ones (1)."""
     rare = {name for group, names in GROUPED_FIELDS.items() if group not in WHO_FIELDS for name in names}
     return {name: value for name, value in extremes(Device, level).items() if name in rare}
 
 
-def _job(pid: int, **fields: object):
+def a_job(pid: int, **fields: object):
+    """A notebook of alice."""
     command = ("python", "-m", "ipykernel_launcher")
     return a_process(pid, executable="/home/alice/bin/python3.11", command=command, **fields)
 
@@ -117,7 +124,8 @@ def _past(devices: tuple[Device, ...], clock: float) -> dict:
     for device in devices:
         key = key_of(device_subject(device))
         for field in level:
-            past[key, field] = [(at, getattr(device, field)) for at in clocks]
+            if (value := getattr(device, field)) is not None:
+                past[key, field] = [(at, value) for at in clocks]
         for process in judged_processes(device):
             past[key_of(process_subject(device, process)), "memory_used"] = _leak(clocks, process.memory_used)
         leak = device.index == 0

@@ -330,7 +330,7 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
     files = dict.fromkeys(_lock_names(uuids), f"0600 {keeper} {keeper}" if broker else "0444 root root")
     files["queue"] = "0444 root root"
     return [
-        "# Claims of GPUs: made by `gpuguard setup`.  Run it again when GPUs or MIG instances have changed.",
+        "# Claims of GPUs: made by `gpuguard setup`.  Run it again when GPUs or their parts have changed.",
         f"d {path} 0755 root root -",
         f"d {path}/lock 0755 {keeper} {keeper} -",
         f"d {path}/claims 1777 root root -",
