@@ -20,7 +20,7 @@ from gpuguard import model
 from gpuguard.backends import amd_gpus
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
-from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, read_or
+from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, read_or, snapshot_of
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
@@ -107,17 +107,7 @@ class Amd:
             topology, missing = _connections(list(readings))
             gaps += missing
         version = read_or(f"{self._root}/sys/module/amdgpu/version") if model.MODEL in fields else ""
-        return Snapshot(
-            host=os.uname().nodename,
-            backend=self.name,
-            taken_at=taken_at,
-            clock=clock,
-            devices=tuple(found),
-            gaps=tuple(gaps),
-            simulated=self.simulated,
-            topology=topology,
-            driver_version=version or None,
-        )
+        return snapshot_of(self, (taken_at, clock), found, gaps, topology=topology, driver_version=version or None)
 
     def close(self) -> None:
         """Do nothing, because nothing is held."""

@@ -13,17 +13,18 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility
 from gpuguard.locale.messages import sentence
-from gpuguard.model import DEVICE_FIELDS, Gap, GpuProcess
+from gpuguard.model import DEVICE_FIELDS, Device, Gap, GpuProcess, Snapshot
 from gpuguard.vendors import DRM_MAJOR, DRM_NODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from gpuguard.backends import Backend
     from gpuguard.vendors import Vendor
 
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
@@ -313,6 +314,25 @@ def read_link(reading: CardReading, device: str, *, wakes: bool = False) -> None
 
     reading.set("pcie_generation", generation, wakes=wakes)
     reading.set("pcie_width", lambda: number(read(f"{device}/current_link_width")), wakes=wakes)
+
+
+def snapshot_of(
+    backend: Backend, at: tuple[float, float], devices: Iterable[Device], gaps: Iterable[Gap], **facts: Any
+) -> Snapshot:
+    """Return the snapshot of a backend that reads one vendor's devices of this host.
+
+    *at* is the unix time and CLOCK_BOOTTIME; *facts* are further fields of the snapshot.
+    """
+    return Snapshot(
+        host=os.uname().nodename,
+        backend=backend.name,
+        taken_at=at[0],
+        clock=at[1],
+        devices=tuple(devices),
+        gaps=tuple(gaps),
+        simulated=backend.simulated,
+        **facts,
+    )
 
 
 # Processes

@@ -100,16 +100,8 @@ class Intel:
                 gaps += missing
         if model.TOPOLOGY in fields:
             gaps.append(Gap(None, "topology", _ABSENT))
-        return Snapshot(
-            host=os.uname().nodename,
-            backend=self.name,
-            taken_at=taken_at,
-            clock=clock,
-            devices=tuple(found),
-            gaps=tuple(gaps),
-            simulated=self.simulated,
-            driver_version=None if self.simulated else INTEL.kernel_version(),
-        )
+        version = None if self.simulated else INTEL.kernel_version()
+        return drm.snapshot_of(self, (taken_at, clock), found, gaps, driver_version=version)
 
     def close(self) -> None:
         """Nothing stays open between two samples."""

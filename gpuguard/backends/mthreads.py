@@ -7,14 +7,13 @@ Untried on hardware.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
-from gpuguard.backends.drm import CardReading, NotTold
+from gpuguard.backends.drm import CardReading, NotTold, snapshot_of
 from gpuguard.backends.nvml_calls import (
     FUNCTION_NOT_FOUND,
     LOST,
@@ -140,15 +139,7 @@ class MThreads:
                     gaps += missing
         if model.TOPOLOGY in fields:
             gaps.append(Gap(None, "topology", REASONS[NOT_SUPPORTED]))
-        return Snapshot(
-            host=os.uname().nodename,
-            backend=self.name,
-            taken_at=taken_at,
-            clock=clock,
-            devices=tuple(found),
-            gaps=tuple(gaps),
-            driver_version=MTHREADS.kernel_version(),
-        )
+        return snapshot_of(self, (taken_at, clock), found, gaps, driver_version=MTHREADS.kernel_version())
 
     def close(self) -> None:
         """Let go of the driver."""
