@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.deadline import in_time
 from gpuguard.errors import shortage
+from gpuguard.files import mounts
 from gpuguard.grouping import grouped
 from gpuguard.model import GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import certain_owner, user_name
@@ -262,6 +263,21 @@ def boot_clock() -> float:
 def boot_id() -> str:
     """Return the id of this boot.  Start times, and clocks that count from the boot, mean nothing in another one."""
     return (read_proc("/proc/sys/kernel/random/boot_id", 8) or b"").decode("ascii", "replace")
+
+
+def own_cgroup(root: str = "") -> str | None:
+    """Return the directory of the cgroup of version 2 in which we are, or None if it is not mounted here.
+
+    Raises OSError.
+    """
+    # Users choose names of cgroups, which may contain any other line ending.
+    with open(f"{root}/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
+    for mount in mounts(f"{root}/proc/self/mountinfo"):
+        below = mount.root.rstrip("/")
+        if mount.kind == "cgroup2" and own is not None and (own == mount.root or own.startswith(f"{below}/")):
+            return root + (mount.point + own[len(below) :]).rstrip("/")
+    return None
 
 
 # The tree of processes

@@ -104,6 +104,7 @@ DIAGNOSES = [
     ("untried", {"drivers": (AMDS,)}, WARNING, "AMD: gpuguard was not tried", "with `rocm-smi`"),
     ("untried", {"drivers": (DriverFacts(INTEL),)}, WARNING, "Intel: gpuguard was not tried", "with `xpu-smi`"),
     ("untried", {"drivers": (DriverFacts(MTHREADS),)}, WARNING, "Moore Threads: gpuguard was not", "`mthreads-gmi`"),
+    ("memory by cgroup", {"drivers": (replace(AMDS, counted=True),)}, OK, "AMD: the kernel counts it (dmem)", None),
     ("driver", {"snapshot": a_snapshot(gaps=(Gap(None, "amd devices", "it hangs"),))}, FAULT,
      "amd devices: it hangs", None),
     ("driver", without_driver(DriverUnresponsive("it hangs"), drivers=(AMDS,)), FAULT, "hangs", "grep -i -e amdgpu`"),

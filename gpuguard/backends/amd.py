@@ -17,7 +17,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import model
-from gpuguard.backends import amd_gpus
+from gpuguard.backends import amd_gpus, dmem
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
 from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, read_or, snapshot_of
@@ -29,7 +29,7 @@ from gpuguard.procfs import boot_clock
 from gpuguard.vendors import AMD, names_instance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from gpuguard.backends.amd_gpus import AmdGpu
     from gpuguard.backends.amd_processes import GpuUse
@@ -101,7 +101,7 @@ class Amd:
                 found += [device for device, _ in family]
                 gaps += [gap for _, missing in family for gap in missing]
         if uses and self._processes.hidden:
-            gaps.append(Gap(None, "processes of other users", _HIDDEN))
+            gaps += _hidden(dmem.held(self._root), uses, wanted)
         topology = None
         if model.TOPOLOGY in fields:
             topology, missing = _connections(list(readings))
@@ -235,6 +235,16 @@ def _device(gpu: AmdGpu, reading: CardReading, **identity: Any) -> Device:
     values: dict[str, Any] = {name: value for name, value in reading.values.items() if is_wanted(name)}
     problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
     return Device(gpu.index, reading.uuid, vendor=AMD.name, problems=problems, **identity, **values)
+
+
+def _hidden(held: Mapping[str, Mapping[str, int]], addresses: Collection[str], gpus: Iterable[AmdGpu]) -> Iterator[Gap]:
+    """Yield why the processes of others are unknown: for all GPUs together, or with who holds memory of each."""
+    if not held:
+        yield Gap(None, "processes of other users", _HIDDEN)
+        return
+    for gpu in gpus:
+        if (address := gpu.card.address) in addresses:
+            yield Gap(gpu.uuid, "processes of other users", dmem.with_holders(_HIDDEN, held.get(address, {})))
 
 
 # The memory of a partition

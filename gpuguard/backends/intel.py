@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
-from gpuguard.backends import drm, intel_memory
+from gpuguard.backends import dmem, drm, intel_memory
 from gpuguard.backends.drm import ASLEEP, CardReading, NotTold, number, read
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
@@ -231,6 +231,11 @@ class _Look:
         """The processes that have GPUs open, which are looked for only where a field needs them."""
         return self.find_clients()
 
+    @cached_property
+    def held(self) -> Mapping[str, Mapping[str, int]]:
+        """Who holds how many bytes of each GPU, where the kernel counts that: its address -> name -> bytes."""
+        return dmem.held(self.root)
+
 
 @dataclass
 class _View:
@@ -332,12 +337,16 @@ def _read_memory(view: _View) -> None:
 def _memory_total(view: _View) -> int:
     if view.gpu.integrated:
         return _of_host(view, "MemTotal")
+    reason: str = ASLEEP
     if not view.reading.asleep:
-        if isinstance(view.regions, str):
-            raise NotTold(view.regions)
-        view.gpu.memory_total = sum(region.total for region in view.regions if region.of_gpu)
+        reason = view.regions if isinstance(view.regions, str) else _ABSENT
+        if not isinstance(view.regions, str):
+            view.gpu.memory_total = sum(region.total for region in view.regions if region.of_gpu)
     if not view.gpu.memory_total:
-        raise NotTold(ASLEEP if view.reading.asleep else _ABSENT)
+        try:
+            view.gpu.memory_total = dmem.total(view.look.root, view.gpu.card.address)
+        except NotTold:
+            raise NotTold(reason) from None
     return view.gpu.memory_total
 
 
@@ -347,6 +356,9 @@ def _memory_used(view: _View) -> int:
         told = sum(region.used for region in view.regions if region.of_gpu)
         if told:  # 0 is the answer to users whom it does not tell
             return told
+    if not view.gpu.integrated:
+        with suppress(NotTold):
+            return dmem.used(view.look.root, view.gpu.card.address)
     if view.look.clients.hidden:
         raise NotTold(_HIDDEN)
     held = [_memory_of(client, integrated=view.gpu.integrated) for client in view.clients]
@@ -385,7 +397,7 @@ def _memory_of(client: DrmClient, *, integrated: bool) -> int | None:
 
 def _read_processes(view: _View) -> None:
     if view.look.clients.hidden:
-        view.reading.gap("processes", _HIDDEN)
+        view.reading.gap("processes", dmem.with_holders(_HIDDEN, view.look.held.get(view.gpu.card.address, {})))
         return
     shares: dict[int, list[float]] = defaultdict(list)
     for (pid, _), share in view.shares.items():

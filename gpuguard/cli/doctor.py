@@ -18,8 +18,8 @@ from importlib import metadata
 from itertools import chain
 from typing import Any
 
-from gpuguard.backends import DEFAULT_BACKEND, auto, parts_of
-from gpuguard.backends.drm import cards
+from gpuguard.backends import DEFAULT_BACKEND, auto, dmem, parts_of
+from gpuguard.backends.drm import Card, cards
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.batch.dispatchers import stalled_jobs
 from gpuguard.batch.logout import fate_at_logout
@@ -121,6 +121,7 @@ def drivers_of(backend: str, snapshot: Snapshot | None) -> tuple[DriverFacts, ..
 
 def driver_of(vendor: Vendor, root: str = "") -> DriverFacts:
     """Return what is here of a driver; *root* is the directory that has dev and sys, without a slash at its end."""
+    gpus: list[Card] = []
     if vendor.major == DRM_MAJOR:
         gpus = cards(root, vendor)
         modules = [card.driver for card in gpus]
@@ -138,6 +139,7 @@ def driver_of(vendor: Vendor, root: str = "") -> DriverFacts:
         toolkit=vendor.toolkit_version(root),
         nodes=nodes,
         groups=tuple(sorted(filter(None, groups))),
+        counted=any(dmem.is_counted(root, card.address) for card in gpus),
     )
 
 

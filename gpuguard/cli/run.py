@@ -42,7 +42,7 @@ from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, run
 from gpuguard.select import instances_note
-from gpuguard.units import parse_celsius, parse_duration, parse_leftover, parse_memory_amount
+from gpuguard.units import format_bytes, parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ def run_on(
         log.warn(claim.warning)
     for note in () if args.quiet else _notes_on(claim, job.requests[0]):
         log.warn(note)
+    lift = _kept_by_kernel(claim, backend, log)
     # There is no `with` here, so that the job keeps the claim if something goes wrong from here on while it runs.
     isolation: Isolation | None = None
     if args.isolate:
@@ -218,12 +219,14 @@ def run_on(
         try:
             isolation = isolations.isolate(claim, backend, directory, visible=args.visible)
         except GpuguardError:
+            lift()
             claim.release()
             raise
     several = len(parts_of(backend.name)) > 1
     report.started(claim, waited, simulated=backend.simulated, several_vendors=several)
     if args.exec:
         status, message = exec_command(job.command, claim, backend, visible=args.visible, isolation=isolation)
+        lift()
         log.warn(message)
         return status
     is_limited = job.policies or args.share
@@ -245,6 +248,7 @@ def run_on(
         _preload_for_job(claim, job.command)
 
     ended = run(job.command, claim, backend, settings, later=later, notify=log.warn)
+    lift()
     if ended.outcome == "could not be started":
         report.not_started(translated(str(ended.why)), ended)
     else:
@@ -255,6 +259,20 @@ def run_on(
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
+
+
+def _kept_by_kernel(claim: Claim, backend: Backend, log: JobLog) -> Callable[[], object]:
+    """Let the kernel keep a job to its share, where it does that; return what to call when the job has ended."""
+    if claim.memory is None or backend.simulated:
+        return lambda: None
+    from gpuguard.jobs.kernel_share import keep_share  # only for a job with a share
+
+    lift = keep_share(claim, backend)
+    if lift is None:
+        return lambda: None
+    text = _("the kernel keeps it to {size} of each GPU").format(size=format_bytes(claim.memory))
+    log.say(text, text)
+    return lift
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpuguard import procfs
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import device_lists
 from gpuguard.device_state import device_title
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.files import close_all, mounts
+from gpuguard.files import close_all
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
-from gpuguard.procfs import read_text
 from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor, vendor_of
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def nodes_of(
             wanted += _capabilities_of(device, minor)
     if not vendor.capabilities:
         return Nodes(frozenset(gpus), vendor=vendor)
-    major = re.search(rf"^\s*(\d+) {vendor.capabilities}$", read_text(majors) or "", re.MULTILINE)
-    table = read_text(minors or vendor.capability_minors) or ""
+    major = re.search(rf"^\s*(\d+) {vendor.capabilities}$", procfs.read_text(majors) or "", re.MULTILINE)
+    table = procfs.read_text(minors or vendor.capability_minors) or ""
     allowed = re.findall(rf"^(?:{'|'.join(wanted)}) (\d+)$", table, re.MULTILINE)
     return Nodes(frozenset(gpus), frozenset(map(int, allowed)), int(major[1]) if major else None, vendor)
 
@@ -462,17 +462,12 @@ def own_cgroup() -> str:
 
     Raises GpuguardError if there is none that we can see and write.
     """
-    # Users choose names of cgroups, which may contain any other line ending.
-    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-        own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
-    for mount in mounts():
-        below = mount.root.rstrip("/")
-        if mount.kind == "cgroup2" and own is not None and (own == mount.root or own.startswith(f"{below}/")):
-            path = (mount.point + own[len(below) :]).rstrip("/")
-            if os.access(path, os.W_OK):
-                return path
-            raise _no_filter(_("{path} cannot be written to, as in a container").format(path=path))
-    raise _no_filter(_("no cgroup file system of version 2 is mounted"))
+    path = procfs.own_cgroup()
+    if path is None:
+        raise _no_filter(_("no cgroup file system of version 2 is mounted"))
+    if not os.access(path, os.W_OK):
+        raise _no_filter(_("{path} cannot be written to, as in a container").format(path=path))
+    return path
 
 
 def _make_cgroup(path: str) -> int:

@@ -42,6 +42,7 @@ class DriverFacts:
     toolkit: str | None = None  # "ROCm 6.3.1"
     nodes: Mapping[str, bool] = field(default_factory=dict)  # /dev/nvidia0 ...: whether this user may open it
     groups: tuple[str, ...] = ()  # whose members may open those that this user may not
+    counted: bool = False  # whether the kernel counts the memory of its GPUs by cgroup
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,13 @@ def _untried(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
     found = _("{vendor}: gpuguard was not tried on such GPUs yet, only on files that describe them")
     advice = _("Compare `gpuguard who` with `{tool}` before you rely on it, and report what differs.")
     return WARNING, found.format(vendor=driver.vendor.title), advice.format(tool=driver.vendor.tool)
+
+
+def _memory_by_cgroup(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
+    if not driver.counted:
+        return None
+    found = _("{vendor}: the kernel counts it (dmem), and can keep shares; gpuguard was not tried on such a kernel yet")
+    return OK, found.format(vendor=driver.vendor.title), None
 
 
 def _kernel_log(vendors: Iterable[Vendor]) -> str:
@@ -567,6 +575,7 @@ DRIVER_CHECKS: Mapping[str, Callable[[DoctorFacts, DriverFacts], Finding | None]
     N_("kernel driver"): _kernel_driver,
     N_("device nodes"): _device_nodes,
     N_("untried"): _untried,
+    N_("memory by cgroup"): _memory_by_cgroup,
 }
 CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     N_("library"): _library,
