@@ -402,6 +402,63 @@ def test_broken_memory_is_a_problem(tmp_path: Path, name: str, text: str, proble
     assert sampled(tree, VERIFY_FIELDS).devices[0].problems == problems
 
 
+def test_an_error_whose_page_is_retired_is_counted_and_no_problem(tmp_path: Path) -> None:
+    tree = AmdTree(tmp_path, MI300X)
+    put(tree.devices[0] / "ras/umc_err_count", "ue: 2\nce: 0")
+    put(tree.devices[0] / "ras/gpu_vram_bad_pages", "0x1 : 0x1000 : R")
+    device = sampled(tree).devices[0]
+
+    assert (device.problems, device.ecc_uncorrected_volatile, device.retired_pages) == ((), 2, 1)
+
+
+def metrics(status: int, size: int = 120, form: int = 1, revision: int = 3) -> bytes:
+    """The table gpu_metrics: bytes 112 to 119 say what slows the GPU down."""
+    return size.to_bytes(2, "little") + bytes((form, revision)) + b"\x07" * 108 + status.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("status", "reasons"),
+    [
+        (0, ()),
+        (1 << 0, ("sw_power_cap",)),
+        (1 << 23, ("sw_power_cap",)),
+        (1 << 34, ("sw_thermal_slowdown",)),
+        (1 << 36, ()),  # set at all times on some chips
+        (1 << 47, ("hw_thermal_slowdown",)),
+        (1 << 57, ()),
+        (0xFFFF_00FF_00FF, ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")),
+    ],
+)
+def test_why_a_gpu_is_slowed_down_has_the_names_of_nvidia_smi(
+    tmp_path: Path, status: int, reasons: tuple[str, ...]
+) -> None:
+    tree = AmdTree(tmp_path, NAVI31)
+    (tree.devices[0] / "gpu_metrics").write_bytes(metrics(status))
+
+    assert sampled(tree).devices[0].throttle_reasons == reasons
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        metrics(1, revision=4),
+        metrics(1, form=2),
+        metrics(1, size=104),
+        metrics(1)[:119],
+        metrics(2**64 - 1),
+        b"",
+        b"garbage",
+    ],
+)
+def test_a_table_that_is_another_or_damaged_says_nothing_of_what_slows_a_gpu_down(tmp_path: Path, table: bytes) -> None:
+    tree = AmdTree(tmp_path, NAVI31)
+    (tree.devices[0] / "gpu_metrics").write_bytes(table)
+    snapshot = sampled(tree)
+
+    assert snapshot.devices[0].throttle_reasons is None
+    assert "tell it" in (why := reasons(snapshot, snapshot.devices[0])["throttle_reasons"]) or "not support" in why
+
+
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the kernel refuse to open the files that end with a name."""

@@ -133,7 +133,8 @@ def expected(tree: IntelTree, card: IntelCard) -> dict[str, Any]:
         told["clock_video"] = max((number_in(gt / "freq0/act_freq") for gt in media), default=None)  # type: ignore[type-var]
     told["clock_sm"] = max(map(number_in, clocks), default=None)  # type: ignore[type-var]
     told["clock_sm_max"] = max(map(number_in, tops), default=None)  # type: ignore[type-var]
-    active = {path.name.rpartition("reason_")[2] for path in reasons if number_in(path)}
+    names = {"pl1": "sw_power_cap"}  # the only reason that the trees have
+    active = {names[path.name.rpartition("reason_")[2]] for path in reasons if number_in(path)}
     told["throttle_reasons"] = tuple(active) if reasons else None
     if card.asleep:
         known = ("pci_bus_id", "numa_node", "cpu_affinity", "asleep", "integrated", "memory_shared_with_host")
@@ -343,6 +344,25 @@ def test_the_chip_tells_the_energy_where_the_sensor_of_the_card_stands_at_0(mach
     tree.broken.write_text("0\n", encoding="ascii")
 
     assert only(looked_twice(tree)).power_draw == pytest.approx(43.0 / 2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("pl4", "sw_power_cap"),
+        ("thermal", "sw_thermal_slowdown"),
+        ("prochot", "hw_thermal_slowdown"),
+        ("ratl", "ratl"),
+        ("status", None),
+    ],
+)
+def test_why_a_gpu_is_slowed_down_has_the_names_of_nvidia_smi(
+    machine: Callable[..., IntelTree], reason: str, name: str | None
+) -> None:
+    tree = machine(replace(B580, address="0000:04:00.0"))
+    (tree.device("0000:04:00.0") / f"tile0/gt0/freq0/throttle/reason_{reason}").write_text("1\n", encoding="ascii")
+
+    assert only(looked_twice(tree)).throttle_reasons == ((name,) if name else ())
 
 
 def test_a_limit_of_0_is_none(machine: Callable[..., IntelTree]) -> None:
@@ -676,6 +696,22 @@ def test_the_size_of_a_gpu_is_known_while_it_sleeps_if_it_was_ever_told(machine:
     device = only(backend.sample(ALL_FIELDS))
 
     assert (device.memory_total, device.memory_used, device.memory_free) == (12 * GIB, 0, 12 * GIB)
+
+
+# How GPUs are connected
+
+
+def test_how_two_gpus_are_connected(machine: Callable[..., IntelTree]) -> None:
+    near = replace(B60, address="0000:07:00.0")
+    tree = machine(B60, near, replace(B60, address="0000:08:00.0"))
+    backend = intel.open(str(tree.place), tree.clock)
+    levels = {(one, other): how for one, other, how in backend.sample(ALL_FIELDS).topology or ()}
+    first, second, far = (f"PCI-0000-{bus}-00-0" for bus in ("05", "07", "08"))
+
+    assert levels == {(first, second): "NODE", (first, far): "SYS", (second, far): "SYS"}
+    assert backend.sample(ALL_FIELDS, [first, far]).topology == ((first, far, "SYS"),)
+    backend.skip = {1}
+    assert backend.sample(ALL_FIELDS).topology == ((first, far, "SYS"),)
 
 
 # Processes

@@ -9,7 +9,6 @@ is read of each, and amd_processes for who uses them.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -20,7 +19,7 @@ from gpuguard import model
 from gpuguard.backends import amd_gpus, dmem
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
-from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, read_or, snapshot_of
+from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connections, read_or, snapshot_of
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
@@ -50,7 +49,6 @@ _UNEXPLAINED = sentence(
     "amd.unexplained", "the GPU has memory in use that no process explains, and it may lie in any partition"
 )
 _HIDDEN = sentence("amd.hidden", "only root can see those that draw, or compute without ROCm")
-_NO_PATH = sentence("amd.no_path", "the kernel does not tell how they are connected")
 
 _Read = tuple[Device, list[Gap]]
 
@@ -104,7 +102,7 @@ class Amd:
             gaps += _hidden(dmem.held(self._root), uses, wanted)
         topology = None
         if model.TOPOLOGY in fields:
-            topology, missing = _connections(list(readings))
+            topology, missing = connections({gpu.uuid: gpu.card for gpu in readings}, _by_fabric(list(readings)))
             gaps += missing
         version = read_or(f"{self._root}/sys/module/amdgpu/version") if model.MODEL in fields else ""
         return snapshot_of(self, (taken_at, clock), found, gaps, topology=topology, driver_version=version or None)
@@ -279,30 +277,10 @@ def _listed(use: GpuUse) -> int | None:
 # How GPUs are connected
 
 
-def _connections(gpus: Sequence[AmdGpu]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
-    """Return Snapshot.topology, and a gap for each pair that is unknown."""
-    pairs, gaps = [], []
+def _by_fabric(gpus: Sequence[AmdGpu]) -> set[frozenset[str]]:
+    """Return the uuids of each two GPUs that XGMI (Infinity Fabric) connects: they read each other's memory over it."""
+    found = set()
     for one, other in combinations(gpus, 2):
-        if level := _connection(one, other):
-            pairs.append((one.uuid, other.uuid, level))
-        else:
-            gaps.append(Gap(one.uuid, f"topology to {other.uuid}", _NO_PATH))
-    return tuple(pairs), gaps
-
-
-def _connection(one: AmdGpu, other: AmdGpu) -> str | None:
-    """Return how two GPUs are connected, in the words that NVIDIA's tools have made common, or None if it is unknown.
-
-    XGMI (Infinity Fabric) is AMD's NVLink: GPUs read each other's memory over it.  PIX and PXB are not told apart,
-    because a card may have a switch of its own.
-    """
-    if {node.number for node in other.nodes} & {number for node in one.nodes for number in node.neighbours}:
-        return "NVLINK"
-    # "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.0": a host bridge, a port of it, the GPU
-    paths = [os.path.realpath(gpu.card.device).rpartition("/pci")[2] for gpu in (one, other)]
-    if not all(re.match(r"[0-9a-f]{4}:[0-9a-f]{2}/", path) for path in paths):
-        return None
-    if shared := os.path.commonpath(paths):
-        return "PXB" if "/" in shared else "PHB"
-    nodes = {read_or(f"{gpu.card.device}/numa_node") for gpu in (one, other)}
-    return None if "" in nodes else "NODE" if len(nodes) == 1 else "SYS"
+        if {node.number for node in other.nodes} & {number for node in one.nodes for number in node.neighbours}:
+            found.add(frozenset((one.uuid, other.uuid)))
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from typing import TYPE_CHECKING
 
 from gpuguard import model
@@ -20,6 +21,7 @@ from gpuguard.backends.drm import (
     pairs,
     product_name,
     read,
+    read_bytes,
     read_link,
     read_or,
     read_place,
@@ -36,6 +38,16 @@ if TYPE_CHECKING:
 # The switch on a card between its slot and its GPU, at whose upper port the link of the slot can be seen.
 _SWITCH = ("0x1002", "0x1478")
 _CORE = ("edge", "junction")  # data center GPUs hide the temperature of the edge
+# The struct gpu_metrics_v1_3 of the driver's kgd_pp_interface.h: its size, format and revision, and at its end the
+# indep_throttle_status.  The bits of older tables differ from chip to chip; those of the MI300 count times instead.
+_METRICS = struct.Struct("<HBB108xQ")
+# Its bits, SMU_THROTTLER_* of the driver's amdgpu_smu.h, by what nvidia-smi calls such a reason.  Bit 36, the hotspot,
+# is left out: the firmware of RDNA 3 and 4 sets it at all times (https://gitlab.freedesktop.org/drm/amd/-/issues/3251).
+_THROTTLERS = {
+    "sw_power_cap": 0x00FF_00FF,  # limits of power (0 to 7) and of current (16 to 23)
+    "sw_thermal_slowdown": 0xFFF << 32 & ~(1 << 36),  # limits of temperature
+    "hw_thermal_slowdown": 0xF << 44,  # VRHOT, PROCHOT: from outside of the firmware
+}
 _MORE_THAN_ALL = sentence("amd.more_than_all", "more is in use than there is")
 _PENDING = sentence("problem.page_retirement_pending", "page retirement pending")
 _FAILED = sentence("problem.page_retirement_failed", "page retirement failed")
@@ -110,13 +122,17 @@ def read_model(reading: CardReading, files: GpuFiles) -> None:
 
 
 def read_problems(reading: CardReading, files: GpuFiles) -> None:
-    """Add the problems of the memory.  Of a GPU that sleeps, or does not tell, none are known."""
+    """Add the problems of the memory.  Of a GPU that sleeps, or does not tell, none are known.
+
+    An error that could not be corrected is no problem any more once the pages that caused it are retired.
+    """
     if reading.asleep:
         return
     pages = read_or(f"{files.card.device}/ras/gpu_vram_bad_pages")
     reading.problems += [problem for state, problem in (("P", _PENDING), ("F", _FAILED)) if _pages(pages, state)]
     told = pairs(read_or(f"{files.card.device}/ras/umc_err_count")).get("ue", "")
-    if told.isdecimal() and int(told):
+    # The driver resets a GPU after such an error and retires the page, but counts on until it is loaded again.
+    if told.isdecimal() and int(told) and not _pages(pages, "R"):
         errors = sentence("problem.memory_errors", "uncorrectable memory errors since the driver was loaded")
         reading.problems.append(errors)
 
@@ -126,6 +142,16 @@ def read_link_of_slot(reading: CardReading, files: GpuFiles) -> None:
     above = os.path.dirname(os.path.dirname(os.path.realpath(files.card.device)))
     is_switch = (read_or(f"{above}/vendor"), read_or(f"{above}/device")) == _SWITCH
     read_link(reading, above if is_switch else files.card.device, wakes=True)
+
+
+def _throttle_reasons(files: GpuFiles) -> tuple[str, ...]:
+    table = read_bytes(f"{files.card.device}/gpu_metrics")
+    size, form, revision, status = _METRICS.unpack(table[: _METRICS.size].ljust(_METRICS.size, b"\0"))
+    if (size, form, revision) != (_METRICS.size, 1, 3) or len(table) < size:
+        raise NotTold(sentence("drm.not_supported", "the driver does not support it on this GPU"))
+    if status == 2**64 - 1:
+        raise NotTold(sentence("drm.absent", "this kernel or GPU does not tell it"))
+    return tuple(name for name, bits in _THROTTLERS.items() if status & bits)
 
 
 def _share(part: int, whole: int = 100) -> float:
@@ -209,6 +235,7 @@ ROWS: Mapping[str, Mapping[str, Callable[[GpuFiles], object]]] = {
         "clock_sm_max": lambda files: _highest(files, "pp_dpm_sclk"),
         "clock_memory": lambda files: files.sensor("freq", "mclk") // 10**6,
         "clock_memory_max": lambda files: _highest(files, "pp_dpm_mclk"),
+        "throttle_reasons": _throttle_reasons,
     },
     model.MEDIA: {"clock_graphics": lambda files: files.sensor("freq", "sclk") // 10**6},
     model.ECC: {

@@ -13,6 +13,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model, procfs
@@ -39,6 +40,7 @@ _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0":
 ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
 IDLE_ASLEEP = ("utilization", "memory_utilization")  # 0 while a GPU sleeps, because it is switched off then
 _ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
+_NO_PATH = sentence("drm.no_path", "the kernel does not tell how they are connected")
 _EMPTY = sentence("drm.empty", "the file is empty")
 # Drivers that wake a sleeping GPU when the fdinfo of one of its clients is read: xe_drm_client.c.
 _WOKEN_BY_FDINFO = frozenset({"xe"})
@@ -72,17 +74,21 @@ class NotTold(Exception):
 
 def read(path: str) -> str:
     """Return what a file of sysfs says, without the blanks around it.  Raises NotTold, also if it is empty."""
+    if not (text := read_bytes(path).decode(errors="replace").strip("\0 \t\n")):
+        raise NotTold(_EMPTY)
+    return text
+
+
+def read_bytes(path: str) -> bytes:
+    """Return the content of a file of sysfs.  Raises NotTold."""
     try:
         descriptor = os.open(path, _READING)
         try:
-            content = os.read(descriptor, _LONGEST)
+            return os.read(descriptor, _LONGEST)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise refused(error) from None
-    if not (text := content.decode(errors="replace").strip("\0 \t\n")):
-        raise NotTold(_EMPTY)
-    return text
 
 
 def refused(error: OSError) -> NotTold:
@@ -314,6 +320,37 @@ def read_link(reading: CardReading, device: str, *, wakes: bool = False) -> None
 
     reading.set("pcie_generation", generation, wakes=wakes)
     reading.set("pcie_width", lambda: number(read(f"{device}/current_link_width")), wakes=wakes)
+
+
+def connections(
+    gpus: Mapping[str, Card], by_fabric: Collection[frozenset[str]] = ()
+) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
+    """Return Snapshot.topology of cards by their uuids, and a gap for each two that are connected in an unknown way.
+
+    *by_fabric* are those, two by two, that a fabric of their vendor connects: it is called NVLINK, as NVIDIA's is.
+    """
+    pairs, gaps = [], []
+    for one, other in combinations(gpus, 2):
+        if level := "NVLINK" if {one, other} in by_fabric else _connection(gpus[one], gpus[other]):
+            pairs.append((one, other, level))
+        else:
+            gaps.append(Gap(one, f"topology to {other}", _NO_PATH))
+    return tuple(pairs), gaps
+
+
+def _connection(one: Card, other: Card) -> str | None:
+    """Return how the PCI bus connects two GPUs, in the words of NVIDIA's tools, or None if it is unknown.
+
+    PIX and PXB are not told apart, because a card may have a switch of its own.
+    """
+    # "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.0": a host bridge, a port of it, the GPU
+    paths = [os.path.realpath(card.device).rpartition("/pci")[2] for card in (one, other)]
+    if not all(re.match(r"[0-9a-f]{4}:[0-9a-f]{2}/", path) for path in paths):
+        return None
+    if shared := os.path.commonpath(paths):
+        return "PXB" if "/" in shared else "PHB"
+    nodes = {read_or(f"{card.device}/numa_node") for card in (one, other)}
+    return None if "" in nodes else "NODE" if len(nodes) == 1 else "SYS"
 
 
 def snapshot_of(

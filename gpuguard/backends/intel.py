@@ -46,6 +46,13 @@ _BUSY = re.compile(r"drm-(?:cycles|engine)-(?!capacity-)(.+)")
 # are judged by their memory, as are those whose work is not told.
 _KINDS = {"ccs": "compute", "compute": "compute", "rcs": "compute+graphics", "render": "compute+graphics"}
 
+# What nvidia-smi calls the reasons for which the drivers hold a clock down; others keep the names that these give them.
+_THROTTLERS = {
+    **dict.fromkeys(("pl1", "pl2", "pl4"), "sw_power_cap"),
+    "thermal": "sw_thermal_slowdown",
+    "prochot": "hw_thermal_slowdown",
+}
+
 _ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
 _FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
 _WENT_BACK = sentence("intel.went_back", "its counter went back")
@@ -98,10 +105,14 @@ class Intel:
                 ordinal = None if gpu.ordinal == index else gpu.ordinal
                 found.append(Device(index, gpu.card.uuid, vendor=INTEL.name, ordinal=ordinal, **values))
                 gaps += missing
+        topology = None
         if model.TOPOLOGY in fields:
-            gaps.append(Gap(None, "topology", _ABSENT))
+            shown = [gpu.card for index, gpu in enumerate(self._gpus) if index not in self.skip]
+            wanted = {card.uuid: card for card in shown if devices is None or card.uuid in devices}
+            topology, missing = drm.connections(wanted)
+            gaps += missing
         version = None if self.simulated else INTEL.kernel_version()
-        return drm.snapshot_of(self, (taken_at, clock), found, gaps, driver_version=version)
+        return drm.snapshot_of(self, (taken_at, clock), found, gaps, topology=topology, driver_version=version)
 
     def close(self) -> None:
         """Nothing stays open between two samples."""
@@ -557,7 +568,8 @@ def _throttle_reasons(card: Card) -> tuple[str, ...]:
     ]
     if not files:
         raise NotTold(_ABSENT)
-    reasons = [reason for path, reason in files if number(read(path)) and reason != "status"]
+    active = [reason for path, reason in files if number(read(path)) and reason != "status"]
+    reasons = [_THROTTLERS.get(reason, reason) for reason in active]
     return tuple(dict.fromkeys(reasons))
 
 
