@@ -345,7 +345,7 @@ _NEVER_TOLD = frozenset({
     "[not supported]", "n/a", "[n/a]", "not supported",
 })  # fmt: skip
 
-_HIDDEN_FROM_USER = frozenset({"drm.hidden"})
+_HIDDEN_FROM_USER = frozenset({"drm.hidden", "drm.held_by"})
 
 
 @dataclass(frozen=True)

@@ -346,6 +346,21 @@ def test_the_chip_tells_the_energy_where_the_sensor_of_the_card_stands_at_0(mach
     assert only(looked_twice(tree)).power_draw == pytest.approx(43.0 / 2)
 
 
+RPM = "the driver tells how fast the fans turn, and not how fast they can"
+
+
+def test_the_speed_of_a_fan_is_told_where_the_driver_says_how_fast_it_can_turn(
+    machine: Callable[..., IntelTree],
+) -> None:
+    tree = machine(B580)
+    untold = looked_twice(tree)
+    (hwmon,) = (tree.device(B580.address) / "hwmon").iterdir()
+    (hwmon / "fan1_max").write_text("3150\n", encoding="ascii")
+
+    assert (only(untold).fan_speed, why(untold, "fan_speed")) == (None, RPM)
+    assert only(looked_twice(tree)).fan_speed == 30
+
+
 @pytest.mark.parametrize(
     ("reason", "name"),
     [

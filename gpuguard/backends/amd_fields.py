@@ -19,6 +19,7 @@ from gpuguard.backends.drm import (
     listed,
     number,
     pairs,
+    percent,
     product_name,
     read,
     read_bytes,
@@ -58,7 +59,7 @@ class GpuFiles:
 
     def __init__(self, root: str, card: Card, *, integrated: bool) -> None:
         self.root, self.card, self.integrated = root, card, integrated
-        self._sensors = Sensors(card)
+        self.sensors = Sensors(card)
 
     def number(self, name: str) -> int:
         """Return the number in a file of the PCI device."""
@@ -66,12 +67,12 @@ class GpuFiles:
 
     def sensor(self, kind: str, *labels: str, suffix: str = "input") -> int:
         """Return what a sensor says: see Sensors.path."""
-        return number(read(self._sensors.path(kind, *labels, suffix=suffix)))
+        return self.sensors.value(kind, *labels, suffix=suffix)
 
     def has_fan(self) -> bool:
         """Return whether the board has a fan that the driver knows."""
         try:
-            return os.path.exists(self._sensors.path("pwm", suffix=""))
+            return os.path.exists(self.sensors.path("pwm", suffix=""))
         except NotTold:
             return False
 
@@ -154,19 +155,6 @@ def _throttle_reasons(files: GpuFiles) -> tuple[str, ...]:
     return tuple(name for name, bits in _THROTTLERS.items() if status & bits)
 
 
-def _share(part: int, whole: int = 100) -> float:
-    """Return a percentage.  Drivers may say a little more than all; what is far beyond means that it is unknown."""
-    percent = 100 * part / whole if whole else -1.0
-    return 100.0 if 100 < percent < 200 else percent
-
-
-def _fan(files: GpuFiles) -> float:
-    try:
-        return _share(files.sensor("pwm", suffix=""), 255)
-    except NotTold:
-        return _share(files.sensor("fan"), files.sensor("fan", suffix="max"))
-
-
 def _power(files: GpuFiles) -> float:
     """Return the watts: a chip tells its mean power or its power now, and rarely both."""
     try:
@@ -217,14 +205,14 @@ def _retired(files: GpuFiles) -> int:
 # The fields of a group that are gaps while the GPU sleeps, and how each of them is read.
 ROWS: Mapping[str, Mapping[str, Callable[[GpuFiles], object]]] = {
     model.UTILIZATION: {
-        "utilization": lambda files: _share(files.number("gpu_busy_percent")),
-        "memory_utilization": lambda files: _share(files.number("mem_busy_percent")),
+        "utilization": lambda files: percent(files.number("gpu_busy_percent")),
+        "memory_utilization": lambda files: percent(files.number("mem_busy_percent")),
     },
     model.THERMAL: {
         "temperature": lambda files: files.sensor("temp", *_CORE) / 1000,
         "temperature_slowdown": lambda files: files.sensor("temp", *_CORE, suffix="crit") / 1000,
         "temperature_shutdown": lambda files: files.sensor("temp", *_CORE, suffix="emergency") / 1000,
-        "fan_speed": _fan,
+        "fan_speed": lambda files: files.sensors.fan_speed(),
     },
     model.POWER: {
         "power_draw": _power,

@@ -112,6 +112,12 @@ def number(text: str) -> int:
     return int(text)
 
 
+def percent(part: int, whole: int = 100) -> float:
+    """Return a percentage.  Drivers may say a little more than all; what is far beyond means that it is unknown."""
+    share = 100 * part / whole if whole else -1.0
+    return 100.0 if 100 < share < 200 else share
+
+
 def listed(folder: str) -> list[str]:
     """Return the names in *folder* in order, numbers by their size; none if it cannot be read."""
     try:
@@ -238,6 +244,17 @@ class Sensors:
         if labels and sensor is None:
             raise NotTold(_ABSENT)
         return f"{self._device}/hwmon/{self._folder}/{sensor or f'{kind}1'}{suffix and f'_{suffix}'}"
+
+    def value(self, kind: str, *labels: str, suffix: str = "input") -> int:
+        """Return what a sensor says: see path().  Raises NotTold."""
+        return number(read(self.path(kind, *labels, suffix=suffix)))
+
+    def fan_speed(self) -> float:
+        """Return the percent of what the first fan can do: of its control, else of its turns.  Raises NotTold."""
+        try:
+            return percent(self.value("pwm", suffix=""), 255)
+        except NotTold:
+            return percent(self.value("fan"), self.value("fan", suffix="max"))
 
     def _labelled(self) -> Iterator[tuple[tuple[str, str], str]]:
         folder = f"{self._device}/hwmon/{self._folder}"

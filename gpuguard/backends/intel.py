@@ -59,6 +59,9 @@ _WENT_BACK = sentence("intel.went_back", "its counter went back")
 _STANDS = sentence("intel.counter_stands", "its counter stands at 0")
 _NO_COUNTERS = sentence("intel.no_counters", "the driver does not count the work of its processes")
 _HIDDEN = sentence("drm.hidden", "the processes of other users cannot be seen")
+_SIZE_ASLEEP = sentence(
+    "intel.size_asleep", "the GPU sleeps, and tells its size only while it is awake: any program that uses it wakes it"
+)
 _SUMMED = sentence("intel.summed", "the driver does not tell it: the sum of what its processes hold")
 _COUNTED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
 _RPM = sentence("intel.rpm", "the driver tells how fast the fans turn, and not how fast they can")
@@ -348,7 +351,7 @@ def _read_memory(view: _View) -> None:
 def _memory_total(view: _View) -> int:
     if view.gpu.integrated:
         return _of_host(view, "MemTotal")
-    reason: str = ASLEEP
+    reason: str = _SIZE_ASLEEP
     if not view.reading.asleep:
         reason = view.regions if isinstance(view.regions, str) else _ABSENT
         if not isinstance(view.regions, str):
@@ -513,7 +516,15 @@ def _read_thermal(view: _View) -> None:
     view.set("temperature", lambda: _celsius(view, "input"))
     view.set("temperature_slowdown", lambda: _celsius(view, "crit"))
     view.set("temperature_shutdown", lambda: _celsius(view, "emergency"))
-    view.reading.gap("fan_speed", _RPM)
+    view.set("fan_speed", lambda: _fan_speed(view))
+
+
+def _fan_speed(view: _View) -> float:
+    try:
+        return view.gpu.sensors.fan_speed()
+    except NotTold:
+        view.gpu.sensors.value("fan")  # which says so where there is no fan
+        raise NotTold(_RPM) from None
 
 
 def _celsius(view: _View, suffix: str) -> float:
