@@ -4,13 +4,15 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpuguard.batch import facts
-from gpuguard.batch.facts import read_jobs
-from gpuguard.batch.records import CANCEL, END, START, JobEvent, JobRecord, JobStore, Source, new_record
+from gpuguard.batch.facts import open_jobs, read_jobs
+from gpuguard.batch.records import CANCEL, END, RETRY, START, JobEvent, JobRecord, JobStore, Source, new_record
+from gpuguard.batch.states import ENDED, Jobs
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.procfs import boot_id
@@ -268,3 +270,93 @@ def test_a_job_is_not_stored_in_a_directory_that_was_removed(tmp_path, monkeypat
 
     with pytest.raises(InvalidRequest, match="was removed"):
         a_job()
+
+
+def ended_job(store: JobStore, **fields: object) -> int:
+    job = store.add(replace(a_job(), **fields), ENVIRONMENT).id
+    store.append(job, START_OF_1, END_OF_1)
+    return job
+
+
+def still_open(jobs: Jobs) -> dict[int, list[str]]:
+    return {
+        job: [state.state for state in states]
+        for job, states in jobs.states.items()
+        if any(state.state not in ENDED for state in states)
+    }
+
+
+def read_by(store: JobStore, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> set[int]:
+    """The ids of the jobs that *act* reads."""
+    read, ids = store.read, set()
+    monkeypatch.setattr(store, "read", lambda job: (ids.add(job), read(job))[1])
+    act()
+    monkeypatch.setattr(store, "read", read)
+    return ids
+
+
+def test_jobs_that_have_ended_are_read_once_but_for_the_last_ones(store, monkeypatch):
+    jobs = [ended_job(store) for _ in range(5)]
+    waits = store.add(a_job(), ENVIRONMENT).id
+
+    assert read_by(store, monkeypatch, lambda: open_jobs(store, last=2)) == {*jobs, waits}
+    assert read_by(store, monkeypatch, lambda: open_jobs(store, last=2)) == {*jobs[-2:], waits}
+    assert read_by(store, monkeypatch, lambda: open_jobs(store, last=9)) == {*jobs, waits}
+
+
+def test_a_job_that_is_tried_again_after_it_had_ended_waits(store):
+    job = ended_job(store)
+    assert still_open(open_jobs(store)) == {}
+    store.append(job, JobEvent(kind=RETRY, time=3.0, task=0, attempt=1, boot=boot_id()))
+
+    assert still_open(open_jobs(store)) == {job: ["waiting"]}
+
+
+def test_a_job_that_is_lost_is_read_again_because_that_depends_on_claims(store, monkeypatch):
+    store.append(store.add(a_job(), ENVIRONMENT).id, START_OF_1)
+    reading_claims(monkeypatch, dict)
+    assert still_open(open_jobs(store)) == {}
+    reading_claims(monkeypatch, lambda: {"c": True})
+
+    assert still_open(open_jobs(store)) == {1: ["running"]}
+
+
+def test_a_job_that_had_to_succeed_is_read_although_it_has_ended(store):
+    failed = ended_job(store)
+    store.append(failed, JobEvent(kind=RETRY, time=3.0, task=0, attempt=1, boot=boot_id()))
+    store.append(failed, replace(START_OF_1, attempt=2), replace(END_OF_1, attempt=2, status=1))
+    open_jobs(store)
+    store.add(replace(a_job(), after_ok=(failed,)), ENVIRONMENT)
+
+    assert [why for _state, why in open_jobs(store).doomed()] == [f"job {failed} did not succeed (--after-ok)"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "garbage", '{"sizes": {"x": 1}}', '{"sizes": {"1": "2"}}', '{"sizes": 3}']
+)
+def test_what_is_remembered_of_ended_jobs_may_be_anything(store, content):
+    ended_job(store)
+    waits = store.add(a_job(), ENVIRONMENT).id
+    Path(store.place, ".ended").write_text(content)
+
+    assert still_open(open_jobs(store)) == {waits: ["waiting"]}
+    assert store.ended() == {1: store.read(1).size}
+
+
+def test_a_full_disk_costs_only_time(store, monkeypatch):
+    def full(sizes: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ended_job(store)
+    monkeypatch.setattr(store, "keep_ended", full)
+
+    assert still_open(open_jobs(store)) == {}
+    assert store.ended() == {}
+
+
+def test_a_job_that_was_removed_is_not_remembered(store):
+    store.remove(ended_job(store))
+    ended_job(store)
+    open_jobs(store)
+
+    assert [*store.ended()] == [2]

@@ -20,7 +20,7 @@ from gpuguard.batch.records import (
     Source,
     StoredJob,
 )
-from gpuguard.batch.states import ENDED, Jobs, TaskState, jobs_of, task_states
+from gpuguard.batch.states import ENDED, Jobs, TaskState, ended_for_good, jobs_of, task_states
 
 NOW = 1_000_000.0
 HERE = Source(backend="simulated")
@@ -350,6 +350,23 @@ def test_a_job_that_another_user_holds_says_who_does():
     assert "held by root" in reasons(jobs(a_record(held=True, held_by="root")))[0]
 
 
+@pytest.mark.parametrize(
+    ("events", "is_final"),
+    [
+        ((), False),
+        ((started(),), False),
+        ((started(), ended(0)), True),
+        ((started(), ended(1)), True),
+        ((happened(CANCEL),), True),
+        ((happened(SKIP),), True),
+        ((started(), ended(0), happened(RETRY, 0, attempt=1)), False),
+        ((started(), happened(CANCEL)), False),
+    ],
+)
+def test_only_the_end_that_the_events_tell_is_one_for_good(events, is_final):
+    assert ended_for_good([state_of(*events)]) == is_final
+
+
 @dataclass
 class World:
     """One task as it really is, told by the actors that write its events; the reference of the test below."""
@@ -428,6 +445,8 @@ def test_whatever_happens_no_task_runs_twice_and_its_state_is_true(acts, retries
             getattr(world, act)(state)
         state = world.state(record)
         check(state, world, retries, requeue)
+        if ended_for_good([state]):
+            assert state == task_states(StoredJob(record, tuple(world.events)), None, "a later boot")[0]
 
 
 def check(state: TaskState, world: World, retries: int, requeue: int) -> None:

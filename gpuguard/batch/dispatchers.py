@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpuguard.batch.facts import directory_of, read_jobs
+from gpuguard.batch.facts import directory_of, open_jobs
 from gpuguard.batch.logout import IN_SCOPE, NEEDS_SCOPE, fate_at_logout
 from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore, Source
@@ -77,6 +77,15 @@ def dispatcher_of(directory: LockDirectory, store: JobStore, source: Source) -> 
         os.close(descriptor)
 
 
+def has_dispatcher(directory: LockDirectory, store: JobStore, source: Source) -> bool:
+    """Return whether a dispatcher runs.  Raises ClaimError, OSError."""
+    descriptor = open_lock(directory, store, source)
+    try:
+        return not is_unlocked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def changed(store: JobStore, source: Source, *, may_start: bool = True) -> None:
     """Tell the dispatcher that records have changed; start one if none runs and *may_start* is true.
 
@@ -118,7 +127,7 @@ def stalled_jobs(directory: LockDirectory) -> list[StalledJobs]:
     for uid, lives, public in published(directory):
         if uid != os.geteuid() and not lives:
             counts[uid] += len(public.jobs)
-    counts[os.geteuid()] = len(_without_dispatcher(store, read_jobs(store)))
+    counts[os.geteuid()] = len(_without_dispatcher(store, open_jobs(store)))
     return [StalledJobs(uid, jobs) for uid, jobs in sorted(counts.items()) if jobs]
 
 
@@ -129,7 +138,7 @@ def _without_dispatcher(store: JobStore, jobs: Jobs) -> set[tuple[Source, int]]:
     missing = set()
     for source in {source for source, _job in waiting}:
         with suppress(GpuguardError, OSError):
-            if dispatcher_of(directory_of(source, make=True), store, source) is None:
+            if not has_dispatcher(directory_of(source, make=True), store, source):
                 missing.add(source)
     return {(source, job) for source, job in waiting if source in missing}
 

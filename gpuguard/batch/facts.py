@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from gpuguard.batch.records import JobStore, Source
-from gpuguard.batch.states import HeldClaims, Jobs, all_ended, jobs_of
+from gpuguard.batch.states import HeldClaims, Jobs, all_ended, ended_for_good, jobs_of
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.claims.unlock import is_supervisor
@@ -43,10 +44,32 @@ def is_looked_after(claim: ClaimRecord) -> bool:
     return uid_of(claim.pid) == claim.uid and is_supervisor(claim.pid)
 
 
+def open_jobs(store: JobStore, most_running: int | None = None, *, last: int = 0) -> Jobs:
+    """Return the jobs of this user that wait or run, and the *last* that have ended; see Jobs for the bound.
+
+    The others are not read.  A few jobs more may be returned, which have ended as well.
+    """
+    ended = store.ended()
+    ids = store.ids()
+    left_out = [job for job in ids if job in ended]
+    left_out = left_out[: max(0, len(left_out) - last)]
+    jobs = read_jobs(store, most_running, set(ids).difference(left_out))
+    now = ended | {stored.id: stored.size for stored in jobs.stored if ended_for_good(jobs.states[stored.id])}
+    if now != ended:
+        with suppress(OSError):  # it will be read once more
+            store.keep_ended(now)
+    return jobs
+
+
 def read_jobs(store: JobStore, most_running: int | None = None, ids: Iterable[int] | None = None) -> Jobs:
-    """Return the jobs of this user on this host as they are now, all or those of *ids*; see Jobs for the bound."""
+    """Return the jobs of this user on this host as they are now; see Jobs for the bound.
+
+    These are all, or those of *ids* and the ones that must succeed before them.
+    """
     found = {job: store.read(job) for job in (store.ids() if ids is None else ids)}
-    known = {job: stored for job, stored in found.items() if stored}
+    others = {job for stored in found.values() if stored for job in stored.record.after_ok}
+    found |= {job: store.read(job) for job in others.difference(found)}
+    known = {job: stored for job, stored in sorted(found.items()) if stored}
     unread = [job for job, stored in found.items() if not stored and os.path.lexists(store.path(job))]
     before: list[int] = []
     while True:

@@ -6,6 +6,10 @@
     17/0.1.log            what the first attempt of task 0 printed
     last                  the highest id of the jobs that were removed
     .changed              a random word, written anew after each change of a record
+    .ended                the jobs that were seen to have ended, each with the size of its events at that time
+
+Events are only appended.  So what .ended says of a job is true as long as its events have that size, however old the
+file is, and otherwise the job is read: without the file all are.
 
 A record appears whole or not at all, and is on the disk before its id is printed.  Homes may be shared by several hosts
 (NFS), so each host has its own ids and nothing here is locked: a claim and the dispatcher's lock lie beside the other
@@ -31,7 +35,7 @@ from gpuguard.procfs import boot_id
 
 MOST_TASKS = 10_000  # of one job
 _LONGEST = 64 * 2**20  # bytes of a record
-_NEW, _CHANGED = ".new.", ".changed"
+_NEW, _CHANGED, _ENDED = ".new.", ".changed", ".ended"
 
 # What happens to a task: the kinds of events.  WITHDRAW undoes the start of a job that was changed at that moment.
 START, WITHDRAW, END = "start", "withdraw", "end"
@@ -101,11 +105,19 @@ class StoredJob:
 
     record: JobRecord
     events: tuple[JobEvent, ...] = field(default=())
+    size: int = 0  # of the file of the events, in bytes
 
     @property
     def id(self) -> int:
         """The id of the record."""
         return self.record.id
+
+
+@dataclass(frozen=True)
+class EndedJobs:
+    """The content of .ended."""
+
+    sizes: dict[str, int] = field(default_factory=dict)  # of the events of each job, by its id
 
 
 class JobStore:
@@ -190,12 +202,25 @@ class JobStore:
         """Return a job, or None if there is none or its record cannot be read."""
         try:
             record = decode(JobRecord, loads(_content(self.path(job, "job.json"))))
-            events = tuple(_events(_content(self.path(job, "events"))))
+            events = _content(self.path(job, "events"))
         except (OSError, ValueError):
             return None
         if not record.tasks:
             return None
-        return StoredJob(record if record.id == job else replace(record, id=job), events)
+        return StoredJob(record if record.id == job else replace(record, id=job), tuple(_events(events)), len(events))
+
+    def ended(self) -> dict[int, int]:
+        """Return the jobs that keep_ended() was told of and to which nothing happened since, with their sizes."""
+        try:
+            sizes = decode(EndedJobs, loads(_content(os.path.join(self.place, _ENDED)))).sizes
+            return {int(job): size for job, size in sizes.items() if self._size(job) == size}
+        except (OSError, ValueError):
+            return {}
+
+    def keep_ended(self, sizes: Mapping[int, int]) -> None:
+        """Remember jobs that have ended, each with the size of the events that say so.  Raises OSError."""
+        ended = EndedJobs({str(job): size for job, size in sizes.items()})
+        write_file(os.path.join(self.place, _ENDED), json.dumps(asdict(ended)).encode(), mode=0o600)
 
     def environment(self, job: int) -> dict[str, str]:
         """Return the environment in which a job was submitted.  Raises OSError, ValueError."""
@@ -216,6 +241,12 @@ class JobStore:
             for entry in os.scandir(self.place):
                 if entry.name.startswith(_NEW) and entry.stat().st_mtime < older:
                     shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _size(self, job: str) -> int | None:
+        try:
+            return os.stat(os.path.join(self.place, job, "events")).st_size
+        except OSError:
+            return None
 
     def _last(self) -> int:
         with suppress(OSError, ValueError), open(os.path.join(self.place, "last"), encoding="ascii") as file:
@@ -241,7 +272,7 @@ def _encoded(record: JobRecord) -> bytes:
 
 def _content(path: str) -> bytes:
     with open(path, "rb") as file:
-        return file.read(_LONGEST)
+        return file.read(min(_LONGEST, os.fstat(file.fileno()).st_size))
 
 
 def _line(event: JobEvent) -> str:

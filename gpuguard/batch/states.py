@@ -181,7 +181,7 @@ def task_states(stored: StoredJob, claims: HeldClaims | None, boot: str) -> list
 
 @dataclass(frozen=True)
 class Jobs:
-    """All jobs of a user at one moment."""
+    """Jobs of a user at one moment; those that are missing have ended, and no other one must come after its success."""
 
     stored: tuple[StoredJob, ...]
     states: Mapping[int, list[TaskState]]  # by job
@@ -266,6 +266,14 @@ def _is_busy(state: TaskState) -> bool:
 def all_ended(states: Iterable[TaskState]) -> bool:
     """Return whether none of these tasks waits or runs."""
     return all(state.state in ENDED for state in states)
+
+
+def ended_for_good(states: Iterable[TaskState]) -> bool:
+    """Return whether the events say that all of these tasks have ended, so that only a further event changes that.
+
+    A task that is lost has no end of its own: whether it is lost depends on the boot and on the claims.
+    """
+    return all(state.ended is not None for state in states)
 
 
 def _succeeded(states: Iterable[TaskState]) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuguard.batch.dispatchers import start_missing
-from gpuguard.batch.facts import directory_of, held_claims, read_jobs
+from gpuguard.batch.facts import directory_of, held_claims, open_jobs, read_jobs
 from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
@@ -38,7 +38,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.units import parse_duration
-from gpuguard.views.jobs import details_of, json_of, lines_of, lines_of_all, listed
+from gpuguard.views.jobs import MOST_ENDED, details_of, json_of, lines_of, lines_of_all, listed
 from gpuguard.views.text import put, put_json
 
 EXIT_NO_PATIENCE, EXIT_LOST = 124, 125
@@ -67,9 +67,10 @@ def _list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", action="store_true", help="a line for each task")
 
 
-def _all_jobs(store: JobStore) -> Jobs:
-    """Return all jobs of this user, after the start of a dispatcher that is missing."""
-    jobs = read_jobs(store, read_queue_settings().rules.jobs.running)
+def _jobs(store: JobStore, *, ended: bool) -> Jobs:
+    """Return the jobs to list, or with *ended* all, after the start of a dispatcher that is missing."""
+    most_running = read_queue_settings().rules.jobs.running
+    jobs = read_jobs(store, most_running) if ended else open_jobs(store, most_running, last=MOST_ENDED)
     if start_missing(store, jobs):
         notice = _("no process waited in the queue for your jobs: it was killed, and is started again.")
         put([f"gpuguard: {notice}"], sys.stderr)
@@ -82,7 +83,7 @@ def _list(args: argparse.Namespace) -> int:
         put(lines_of_all(tuple(published(directory)), read_records(directory), time.time()))
         return 0
     store, now = JobStore(), time.time()
-    jobs = _all_jobs(store)
+    jobs = _jobs(store, ended=args.ended)
     ids = listed(jobs, ended=args.ended)
     if args.json:
         put_json(json_of(jobs, ids, now))
@@ -98,7 +99,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     store, now = JobStore(), time.time()
-    jobs = _all_jobs(store)
+    jobs = _jobs(store, ended=True)
     for stored, _task in meant(store, args.jobs):
         put(details_of(jobs, stored.record, now))
     return 0

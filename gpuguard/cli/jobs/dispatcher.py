@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.batch.dispatchers import lock_path, open_lock
-from gpuguard.batch.facts import KEPT_SECONDS, directory_of, read_jobs, remove_ended
+from gpuguard.batch.facts import KEPT_SECONDS, directory_of, open_jobs, remove_ended
 from gpuguard.batch.public import PublicJobs, publish, waiting_jobs
 from gpuguard.batch.records import END, SKIP, START, WITHDRAW, JobEvent, JobRecord, JobStore, Source
 from gpuguard.batch.states import Jobs, TaskState
@@ -108,7 +108,7 @@ class Dispatcher:
 
     def _read(self) -> Jobs:
         self.seen = self.store.change()
-        jobs = read_jobs(self.store, read_queue_settings(self.directory).rules.jobs.running)
+        jobs = open_jobs(self.store, read_queue_settings(self.directory).rules.jobs.running)
         self.until = jobs.next_time(time.time())
         own = [stored.id for stored in jobs.stored if stored.record.source == self.source]
         public = waiting_jobs(jobs, own, self.store.place)

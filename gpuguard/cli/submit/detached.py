@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 from gpuguard.batch.dispatchers import changed
-from gpuguard.batch.facts import read_jobs
+from gpuguard.batch.facts import open_jobs
 from gpuguard.batch.logout import ENDS, fate_at_logout
 from gpuguard.batch.records import MOST_TASKS, JobRecord, JobStore, Source, new_record
 from gpuguard.claims.claim import SHARE_VARIABLES
@@ -185,7 +185,7 @@ def _check_bound(args: argparse.Namespace, store: JobStore, new: int) -> None:
     most = settings.rules.jobs.waiting
     if most is None:
         return
-    waiting = sum(state.state == "waiting" for states in read_jobs(store).states.values() for state in states)
+    waiting = sum(state.state == "waiting" for states in open_jobs(store).states.values() for state in states)
     if waiting + new > most:
         raise InvalidRequest(
             _("{waiting} of yours wait already, and with {new} more it would be over the {most} of {path}.").format(
