@@ -61,7 +61,7 @@ def metric(families: Collection[Any], name: str) -> dict[frozenset[tuple[str, st
 def check_views(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
     """The JSON of who, which is what the page shows and other hosts are told, and both screens."""
     content = who.to_json(snapshot, found)
-    frame = bounded({**content, "line": [], "events": [], "unknown": []})
+    frame = bounded({**content, "line": [], "jobs": [], "events": [], "unknown": []})
     screen = who.to_text(snapshot, found)
     scene, history = Scene(snapshot, found), History()
     history.add(scene)

@@ -365,6 +365,11 @@ def test_all_users_see_what_waits_and_runs_without_reading_a_home(node):
         [f"{me}/{waits}", "3", "waiting"],
     ]
     assert "\x1b" not in rows[2][5] and "no process of its user waits" in rows[2][5]
+    told = json.loads(node("jobs", "--all", "--json"))["jobs"]
+    assert [(job["id"], job["num_tasks"], len(job["devices"])) for job in told] == [
+        (f"{me}/{runs}", 1, 2),
+        (f"{me}/{waits}", 3, 0),
+    ]
     stalled = f"{me}: 1 job in the queue, and the process that would start them was killed."
     assert stalled in node("queue") and stalled in node("doctor")
     assert node("who").count(f"job {runs}") == 2
@@ -483,11 +488,15 @@ def test_jobs_that_have_ended_are_removed_once_they_are_old_and_no_job_needs_the
 def test_the_list_for_programs_says_all(node):
     job = node.submit("--note", "mine", "--", "sh", "-c", "exit 4")
     assert run_command_line(["jobs", "wait", str(job), "--for", "60s"]) == 4
+    node.submit("--hold", "--after", str(job), "--array", "0-1%1", "--", "echo", "{task}")
 
-    (found,) = json.loads(node("jobs", "--json"))["jobs"]
+    found, waits = json.loads(node("jobs", "--json"))["jobs"]
     assert (found["id"], found["note"], found["num_gpus"]) == (str(job), "mine", 1)
     (task,) = found["tasks"]
     assert (task["state"], task["exit_code"], task["attempt"]) == ("failed", 4, 1)
+    assert task["log"] == node.store.log_path(job, 0, 1)
+    assert (waits["held"], waits["after"], waits["after_ok"], waits["at_most"]) == (True, [job], [], 1)
+    assert [task["log"] for task in waits["tasks"]] == [None, None]
 
 
 def test_the_lock_of_a_dispatcher_that_another_user_has_made_is_refused(node, monkeypatch):

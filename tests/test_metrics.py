@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuguard.batch.public import PublicJob
 from gpuguard.device_state import uses
 from gpuguard.metrics.compat import AMD_EXPORTER, COMPAT, DCGM, amd, dcgm, nvitop
 from gpuguard.metrics.exposition import (
@@ -147,6 +148,21 @@ def test_the_queue_is_told_and_one_that_cannot_be_read_is_no_number(waiting, tol
     requests, oldest = (page.get(f"gpuguard_waiting_{name}", {}).get(()) for name in ("requests", "oldest_seconds"))
 
     assert (requests, oldest, users) == told_of
+
+
+def test_tasks_of_submitted_jobs_are_counted_by_user_and_state():
+    jobs = [
+        PublicJob("alice", "17", "waiting", None, "true", 1, tasks=4),
+        PublicJob("alice", "18", "waiting", None, "true", 1),
+        PublicJob("alice", "17.0", "running", None, "true", 1, ("GPU-0",)),
+        PublicJob("bob", "2", "waiting", None, "true", 1),
+    ]
+    page = told(metric_families(MetricFacts(1000.0, "1", jobs=jobs)))
+
+    name = "gpuguard_user_submitted_tasks"
+    assert [the_one(page, name, user="alice", state=state) for state in ("waiting", "running")] == [5, 1]
+    assert the_one(page, name, user="bob", state="waiting") == 1
+    assert name not in told(metric_families(MetricFacts(1000.0, "1", jobs=None)))
 
 
 def test_old_numbers_are_not_told_as_new_ones():

@@ -1,5 +1,6 @@
 """`gpuguard metrics` as one uses it: a page, a file for node_exporter, a port; and `gpuguard daemon --metrics`."""
 
+import errno
 import os
 import re
 import signal
@@ -8,10 +9,11 @@ import stat
 import time
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from builders import a_device, a_snapshot
+from builders import a_claim_record, a_device, a_snapshot
 from daemons import a_daemon
 from exporters import a_metrics_server, fetch
 from fake_nvml import FakeNvml
@@ -19,6 +21,7 @@ from nodes import GIB, Gpuguard, a_user, eventually, until
 from queues import a_ticket
 from test_metrics import read, the_one
 
+from gpuguard.claims.directory import lock_directory
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
 from gpuguard.metrics.server import PAGE_SECONDS
@@ -250,6 +253,25 @@ def test_a_sample_counts_for_three_intervals(age, trouble, current):
 
     assert (told.current, told.driver_up, bool(told.uses)) == (current, current, current)
     assert (told.waiting is not None) == current  # else the queue is read again
+
+
+def test_jobs_are_told_while_the_claims_can_be_read(tmp_path, monkeypatch):
+    directory, claim = lock_directory(str(tmp_path / "claims")), a_claim_record(a_device(), job="17")
+
+    def jobs(daemon, **seen):
+        daemon.last = replace(daemon.last, claims=(claim,), **seen)
+        told = DaemonFacts(daemon, directory, EventCounter()).read().jobs
+        return None if told is None else [job.full_id for job in told]
+
+    assert jobs(ADaemon(1)) == ["alice/17"]
+    assert jobs(ADaemon(7)) is None
+    assert jobs(ADaemon(1), gaps=(Gap(None, "claims", "no directory"),)) is None
+
+    def fails(directory, claims):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(facts, "public_jobs", fails)
+    assert jobs(ADaemon(1)) is None
 
 
 def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):

@@ -14,6 +14,7 @@ from builders import GIB, a_device, a_process, a_snapshot
 from guard_scene import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
+from gpuguard.batch.public import PublicJob
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
 from gpuguard.enforcement.limits import ActionLimits
@@ -136,6 +137,21 @@ def test_any_number_of_devices_on_any_screen(count, size):
         assert stage.lines()
 
     play()
+
+
+WAITS = PublicJob("bob", "17", "waiting", None, "python train.py \x1b[31m", 2, tasks=3)
+
+
+@on_screen(a_scene(*DEVICES, jobs=(WAITS,)), (60, 24))
+async def test_a_key_lists_the_jobs_that_wait_or_run(stage):
+    assert any("bob/17 3 waiting" in line for line in stage.lines())
+    await stage.press("J")
+    await stage.until(lambda: "bob/17" in stage.dialog())
+    assert "3 waiting" in stage.dialog() and "\x1b" not in stage.dialog()
+    stage.feed.scene = a_scene(*DEVICES)
+    await stage.until(lambda: "no job of `gpuguard submit`" in stage.dialog())
+    await stage.press("escape")
+    assert len(stage.app.screen_stack) == 1
 
 
 @on_screen()

@@ -1,6 +1,7 @@
 """`gpuguard top` as a command: what it costs the driver, --once, pipes, thresholds, recordings, a real terminal."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from nodes import a_user, change, eventually
 from nvml_child import answer_of
 
 from gpuguard.backends import open_backend
+from gpuguard.batch.public import PublicJob
 from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
@@ -26,6 +28,7 @@ from gpuguard.source import write_state
 from gpuguard.top import feed as top_feed
 from gpuguard.top.feed import SceneFeed, site_rules
 from gpuguard.top.scene import Thresholds
+from gpuguard.users import user_name
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
 COUNTED = """
@@ -184,6 +187,20 @@ def test_a_daemon_that_samples_more_rarely_than_the_screen_is_drawn_is_passed_ov
     assert (feed.sample().age is None) == asks_the_driver
     feed.source.fresh = False  # the key f: the daemon all the same
     assert feed.sample().age is not None
+
+
+def test_a_scene_has_the_jobs_that_wait_or_run_those_of_the_viewer_first(node, monkeypatch):
+    jobs = [PublicJob(user, "1", "waiting", None, "true", 1) for user in ("0ther", user_name(os.geteuid()))]
+    monkeypatch.setattr(top_feed, "public_jobs", lambda directory, claims: jobs)
+    feed = a_feed(open_backend("simulated"))
+    assert feed.sample().jobs == (jobs[1], jobs[0])
+
+    def fails(directory, claims):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(top_feed, "public_jobs", fails)
+    monkeypatch.setattr(top_feed, "QUEUE_SECONDS", 0.0)
+    assert feed.sample().jobs == ()
 
 
 def test_after_a_fault_of_the_driver_everything_is_read_anew():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from top_scenes import a_scene, colours, page_of, texts
 
+from gpuguard.batch.public import PublicJob
 from gpuguard.model import Device, Gap
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import Ticket
@@ -403,6 +404,33 @@ def test_a_long_note_leaves_room_for_the_start_of_a_request_that_waits():
     assert 'WAITS 1. alice 1 GPU for 1m "大模型训练大模型训…": starts in about 2h' in shown
 
 
+def a_public_job(user, job, **fields):
+    facts = {"state": "waiting", "since": 1_700_000_000.0 - 60, "what": "python train.py", "num_gpus": 2, **fields}
+    return PublicJob(user, job, **facts)
+
+
+def test_jobs_that_outlive_the_terminal_have_a_line_each_with_the_gpus_that_they_have_or_want():
+    device, other = a_device(3), "GPU-of-another-machine"
+    jobs = (
+        a_public_job("alice", "17.0", state="running", devices=(device.uuid, other)),
+        a_public_job("alice", "17", tasks=4, num_gpus=1),
+        a_public_job("bob", "2", since=None, unattended=True),
+        a_public_job("carol", "1"),
+    )
+    shown = page_of(a_scene(device, jobs=jobs), width=100)
+    lines = texts(shown)
+
+    assert lines[lines.index("JOB   alice/17.0 running 1m, GPU 3: python train.py") + 1 :][:3] == [
+        "      alice/17 4 waiting 1m, 1 GPU: python train.py",
+        "      bob/2 waiting n/a, 2 GPUs: python train.py",
+        "      and 1 more: gpuguard jobs --all, or the key J",
+    ]
+    assert "yellow" in colours(shown, "waiting"), "no process of bob waits for it"
+    only_bob = texts(page_of(a_scene(device, jobs=jobs), width=100, users=frozenset({"bob"})))
+    assert [line for line in only_bob if line.startswith("JOB")] == ["JOB   bob/2 waiting n/a, 2 GPUs: python train.py"]
+    assert not any("JOB" in line or "more" in line for line in texts(page_of(a_scene(device))))
+
+
 def test_gaps_are_named():
     snapshot = a_snapshot(a_device(0), gaps=(Gap(None, "claims", "no directory"),))
 
@@ -442,7 +470,8 @@ def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
     device = a_device(0, name=name, processes=(process,), problems=(note,) if note else ())
     ancestors = {10: Ancestor(5, user, tuple(words)), 5: Ancestor(1, note, None)}
     waiting = ((a_ticket(user, 0.0, 1, name), note),)
-    scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], ancestors=ancestors, waiting=waiting)
+    more = {"waiting": waiting, "jobs": (a_public_job(user, name, what=note),), "ancestors": ancestors}
+    scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], **more)
     lines = [
         title(scene, ScreenView(text=note), width),
         *page_of(scene, width, height, mode=mode, tree=tree, ascii_only=ascii_only),

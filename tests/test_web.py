@@ -34,6 +34,7 @@ from gpuguard.views import who
 from gpuguard.web.feed import (
     MAX_CLAIMS,
     MAX_COMMAND,
+    MAX_JOBS,
     MAX_NAMELESS,
     MAX_POSITIONS,
     MAX_PROCESSES,
@@ -327,9 +328,9 @@ def test_a_driver_that_fails_is_said_on_the_page_and_the_page_lives_on(gpuguard)
 WORDS = ("python", *("x" * 100 for _ in range(40)))
 
 
-def a_frame(snapshot, line=()):
+def a_frame(snapshot, line=(), jobs=()):
     content = who.to_json(snapshot, device_state.uses(snapshot, {}), age=None)
-    return {**content, "line": list(line), "events": [], "unknown": ["host: why"]}
+    return {**content, "line": list(line), "jobs": list(jobs), "events": [], "unknown": ["host: why"]}
 
 
 def test_what_is_usual_is_shown_as_it_is():
@@ -372,6 +373,16 @@ def test_a_sentence_that_is_cut_remains_one():
     assert (len(cut), whole) == (MAX_COMMAND + 3, short)
     assert [text.key for text in (cut, whole)] == ["test.held"] * 2
     assert {*map(len, chinese([cut], lambda _: "{user}").values())} == {MAX_COMMAND + 3}
+
+
+def test_a_user_with_many_jobs_hides_no_other():
+    jobs = [{"user": "mallory", "what": "x" * 5000}] * (MAX_JOBS + 7) + [{"user": "alice", "what": "train.py"}]
+
+    seen = bounded(a_frame(a_snapshot(), jobs=jobs))
+
+    assert [job["user"] for job in seen["jobs"]] == ["mallory"] * MAX_JOBS + ["alice"]
+    assert len(seen["jobs"][0]["what"]) == MAX_COMMAND + 3
+    assert seen["unknown"] == ["jobs: 7 more are not shown", "host: why"]
 
 
 def test_so_many_users_make_no_more_rows():

@@ -20,8 +20,10 @@ from proc import free_port
 from random_machines import a_random_machine
 from web_pages import a_busy_node, a_page, a_server, ask
 
+from gpuguard.claims.directory import lock_directory
 from gpuguard.device_state import uses
 from gpuguard.locale.messages import dumps, sentence
+from gpuguard.users import user_name
 from gpuguard.views import who
 
 for needed in ("starlette", "uvicorn", "playwright"):
@@ -128,6 +130,9 @@ def test_what_strangers_wrote_is_text(tmp_path, browser):
     gpuguard = a_node(tmp_path)
     job = ("run", "-n", "4", "--note", HOSTILE, "--", "sh", "-c", "exec sleep 600", HOSTILE)
     waiting = ("run", "-n", "1", "--note", HOSTILE, "--", "true", HOSTILE)
+    submitted = {"id": 17, "tasks": 3, "gpus": 2, "submitted": 1.7e9, "what": HOSTILE}
+    records = lock_directory(gpuguard.environment["GPUGUARD_DIR"]).records
+    Path(records, f"jobs.{os.geteuid()}.0").write_text(json.dumps({"jobs": [submitted]}))
     with running(gpuguard, *job):
         until(lambda: gpuguard.json("who")["devices"][0]["claims"])
         with running(gpuguard, *waiting), a_page(gpuguard) as port, a_tab(browser, port) as tab:
@@ -135,6 +140,9 @@ def test_what_strangers_wrote_is_text(tmp_path, browser):
             claim = tab.locator(".card .who li").first.text_content()
             waiting_job = tab.locator("#queue-table").text_content()
 
+            submitted_job = tab.locator("#jobs-table").text_content()
+            assert f"{user_name(os.geteuid())}/173 waiting2" in submitted_job  # the cells without what is between them
+            assert submitted_job.count("<img src=x onerror=alert(1)>") >= 1
             for shown in (claim, waiting_job):
                 assert shown.count("<img src=x onerror=alert(1)><script>alert(2)</script>") >= 2  # note and command
                 assert shown.count("&lt; 训练任务") >= 2

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from gpuguard.batch.states import Jobs
 from gpuguard.claims.directory import LockDirectory, is_unlocked
+from gpuguard.claims.records import first_of_each
 from gpuguard.files import open_regular
 from gpuguard.jsonio import decode, loads
+from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command
+from gpuguard.users import user_name
 
 MOST = 200  # jobs of one dispatcher
+MOST_OF_ONE = 100  # files of one user that are read
 _LONGEST = 2**17  # bytes of a file
 _LONGEST_COMMAND = 200  # characters
 
@@ -38,6 +43,46 @@ class PublicJobs:
 
     jobs: tuple[WaitingJob, ...] = ()
     place: str = ""  # where the records lie: see JobStore
+
+
+@dataclass(frozen=True)
+class PublicJob:
+    """A job of any user that waits or runs, as every user may know it."""
+
+    user: str
+    id: str  # among those of its user: "17", or "17.3" for a task that runs
+    state: Literal["running", "waiting"]
+    since: float | None  # unix time of its start or, while it waits, of its submission
+    what: str  # the command, as text
+    num_gpus: int  # of each task
+    devices: tuple[str, ...] = ()  # uuids, while it runs
+    tasks: int = 1  # that wait
+    unattended: bool = False  # no process of its user waits in the queue for it
+
+    @property
+    def full_id(self) -> str:
+        """The id that means the same to every user, such as "alice/17"."""
+        return f"{self.user}/{self.id}"
+
+
+def public_jobs(directory: LockDirectory, claims: Iterable[ClaimRecord]) -> list[PublicJob]:
+    """Return the jobs of all users: those that run, by the *claims* that are held, and those that wait.
+
+    Raises OSError.
+    """
+    jobs = [
+        PublicJob(claim.user, claim.job, "running", claim.since, neutral_command(claim.command),
+                  len(claim.devices), claim.devices)
+        for claim in claims
+        if claim.job
+    ]  # fmt: skip
+    for uid, lives, waiting in published(directory):
+        user = user_name(uid)
+        jobs += [
+            PublicJob(user, str(job.id), "waiting", job.submitted, job.what, job.gpus, (), job.tasks, not lives)
+            for job in waiting.jobs
+        ]
+    return jobs
 
 
 def waiting_jobs(jobs: Jobs, ids: Sequence[int], place: str) -> PublicJobs:
@@ -64,7 +109,8 @@ def publish(lock: int, jobs: PublicJobs) -> None:
 def published(directory: LockDirectory) -> Iterator[tuple[int, bool, PublicJobs]]:
     """Yield of each dispatcher the uid of its user, whether it lives, and what waits for it."""
     start = f"{directory.prefix}jobs."
-    for name in sorted(name for name in directory.names() if name.startswith(start)):
+    names = sorted(name for name in directory.names() if name.startswith(start))
+    for name in first_of_each(directory, names, MOST_OF_ONE)[0]:
         try:
             descriptor, status = open_regular(f"{directory.records}/{name}")
         except OSError:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import __version__
+from gpuguard.batch.public import PublicJob, public_jobs
 from gpuguard.claims.restrictions import QUARANTINED, read_restrictions
-from gpuguard.device_state import DeviceUse, uses
+from gpuguard.device_state import DeviceUse, claims_readable, uses
 from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
@@ -66,6 +67,7 @@ class MetricFacts:
     current: bool = False  # whether its values still count; otherwise only the identity of its devices is reported
     uses: tuple[DeviceUse, ...] = ()  # of its devices
     waiting: Sequence[tuple[str, float]] | None = None  # users who wait, and since when (unix time)
+    jobs: Sequence[PublicJob] | None = None  # of `gpuguard submit` that wait or run
     quarantined: frozenset[str] | None = None  # uuids that are out of service
     driver_up: bool | None = None  # whether the driver answered the last time
     daemon_up: bool | None = None  # whether a daemon guards this machine
@@ -276,9 +278,19 @@ def _with_directory(facts: MetricFacts, directory: LockDirectory | None) -> Metr
     return replace(
         facts,
         waiting=facts.waiting if facts.waiting is not None else _since(waiting_tickets(directory)),
+        jobs=_jobs(facts, directory),
         quarantined=frozenset(read_restrictions(directory, QUARANTINED, facts.now)),
         daemon_up=facts.daemon_up or daemon_lives(directory),
     )
+
+
+def _jobs(facts: MetricFacts, directory: LockDirectory) -> Sequence[PublicJob] | None:
+    if not facts.current or facts.snapshot is None or not claims_readable(facts.snapshot):
+        return None
+    try:
+        return public_jobs(directory, facts.snapshot.claims)
+    except OSError:
+        return None
 
 
 def _since(waiting: Iterable[Ticket] | None) -> Sequence[tuple[str, float]] | None:

@@ -59,7 +59,7 @@ _GAPS = frozenset({"claims", "device", *Device.__match_args__})
 
 def metric_families(facts: MetricFacts) -> list[MetricFamily]:
     """Return every family that has a value, in a fixed order."""
-    families = [*_health(facts), *_waiting(facts)]
+    families = [*_health(facts), *_waiting(facts), *_jobs(facts)]
     if facts.snapshot:
         families += _identity(facts.snapshot)
     if facts.snapshot and facts.current:
@@ -170,6 +170,14 @@ def _waiting(facts: MetricFacts) -> Iterator[MetricFamily]:
     name_of = user_labels(user for user, _ in facts.waiting)
     requests = [(name_of(user), 1) for user, _ in facts.waiting]
     yield _per_user("waiting_requests", "Requests of a user that wait.", requests)
+
+
+def _jobs(facts: MetricFacts) -> Iterator[MetricFamily]:
+    if facts.jobs is None:
+        return
+    name_of = user_labels(job.user for job in facts.jobs)
+    tasks = [(labels(user=name_of(job.user), state=job.state), job.tasks) for job in facts.jobs]
+    yield family("gpuguard_user_submitted_tasks", "Tasks of jobs of `gpuguard submit` that wait or run.", tasks)
 
 
 def _identity(snapshot: Snapshot) -> Iterator[MetricFamily]:

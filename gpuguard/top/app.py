@@ -44,6 +44,7 @@ from gpuguard.top.processes import ProcessRow, chosen_row, moved
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
+from gpuguard.views.jobs import lines_of_all
 
 _COLOURS = ("red", "green", "yellow", "cyan", "dim", "faint")
 DARK = dict(zip(_COLOURS, ("#ff6b6b", "#5fd787", "#ffd75f", "#5fd7ff", "#8a8a8a", "#5a5a5a"), strict=True))
@@ -103,6 +104,7 @@ HELP = N_(
     "time; the plots\n                         show it, too, or else the mean of all GPUs\n  "
     "d                      all that is known of the GPUs, or of the chosen\n                         "
     "process and its GPUs\n  "
+    "J                      all jobs of `gpuguard submit` that wait or run\n  "
     "e                      its environment (your own processes)\n  x                      signal "
     "it, after a question (your own;\n                         root: those of people)\n  "
     "f                      ask the driver, or show what the daemon saw\n  a  l                   "
@@ -237,6 +239,7 @@ class Top(App[None]):
         Binding("ctrl+p", "hold", "hold"),
         Binding("enter", "over_time", "over time"),
         Binding("d", "details", "details"),
+        Binding("J", "jobs", "jobs"),
         Binding("e", "environment", "environment"),
         Binding("x,ctrl+k", "signal", "signal"),
     ]
@@ -438,6 +441,12 @@ class Top(App[None]):
         self._in_detail = True
         self.draw()
         self.push_screen(TextScreen(_("All that is known"), text), closed)
+
+    def action_jobs(self) -> None:
+        def text(width: int) -> str:
+            return "\n".join(lines_of_all(self.scene.jobs, self.scene.snapshot.taken_at, width=width))
+
+        self.push_screen(TextScreen(_("Jobs that wait or run"), text))
 
     def action_environment(self) -> None:
         if row := self._chosen():

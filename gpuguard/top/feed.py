@@ -20,6 +20,7 @@ from typing import Any
 
 from gpuguard import model
 from gpuguard.backends import Backend
+from gpuguard.batch.public import PublicJob, public_jobs
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ActionOutcome
@@ -142,7 +143,7 @@ class SceneFeed:
         self._wanted: frozenset[str] = frozenset()  # the groups that it was to have
         self._samples = self._driver_samples = 0
         self._host = HostUses()
-        self._queue: tuple[float, tuple[tuple[Ticket, str], ...]] = (float("-inf"), ())
+        self._queue: tuple[float, tuple[tuple[Ticket, str], ...], tuple[PublicJob, ...]] = (float("-inf"), (), ())
         self._limits = ActionLimits()
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
@@ -157,14 +158,13 @@ class SceneFeed:
         stats = process_facts(snapshot)
         # Rates need the current time, because the daemon's snapshot may be the same as before.
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
+        viewer = user_name(os.geteuid())
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
-            self._queue = snapshot.clock, self._planned(snapshot)
+            self._queue = snapshot.clock, self._planned(snapshot), self._jobs(snapshot, viewer)
         above, meters = _above(stats) if self.tree else {}, host_meters(is_first=not self._samples)
         self._samples += 1
-        viewer = user_name(os.geteuid())
-        return Scene(
-            snapshot, uses(snapshot, stats), host, self._queue[1], above, age, meters, self._thresholds, viewer
-        )
+        _planned_at, waiting, jobs = self._queue
+        return Scene(snapshot, uses(snapshot, stats), host, waiting, jobs, above, age, meters, self._thresholds, viewer)
 
     def send(self, action: ActionName, process: ProcessIdentity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError if the driver cannot be asked about it."""
@@ -202,6 +202,14 @@ class SceneFeed:
         except (GpuguardError, OSError):
             return ()  # the claims are missing as well, and the screen says so
         return tuple((position.ticket, start_text(position, queue)) for position in queue.positions)
+
+    def _jobs(self, snapshot: Snapshot, viewer: str) -> tuple[PublicJob, ...]:
+        """Return the jobs that wait or run, those of *viewer* first."""
+        try:
+            jobs = public_jobs(self._find_directory(), snapshot.claims)
+        except (GpuguardError, OSError):
+            return ()  # the claims are missing as well, and the screen says so
+        return tuple(sorted(jobs, key=lambda job: job.user != viewer))
 
 
 def host_meters(*, is_first: bool) -> HostMeters:

@@ -1,4 +1,4 @@
-"""The whole page of `gpuguard top` as lines of parts, for any terminal: title, devices, users, queue, processes, gaps.
+"""The page of `gpuguard top` as lines of parts, for any terminal: title, devices, users, queue, jobs, processes, gaps.
 
 Pure: the same scene, history and view give the same lines.  Draws on nothing: see app and cli.top.
 """
@@ -17,11 +17,13 @@ from gpuguard.top.processes import chosen_row, process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
+from gpuguard.views.jobs import public_since, public_state
 from gpuguard.views.text import Paint, shorten
 from gpuguard.views.who import gap_lines
 
 _SHARE = 0.6  # of the screen, for devices, because people want to see processes below them
 _WAITING = 3  # requests shown
+_JOBS = 3  # shown
 _GAPS = 3
 
 
@@ -44,7 +46,7 @@ def page(scene: Scene, history: History, view: ScreenView, width: int, height: i
     if not uses:
         lines.append(_line([(_("no GPUs that match") if scene.uses else _("no GPUs"), "dim")], width))
     lines += _users(scene, view, width)
-    lines += _waiting(scene, width)
+    lines += _waiting(scene, width) + _jobs(scene, view, width)
     below = [_line([], width), *process_lines(scene, view, width), *_gaps(scene, width)]
     room = height - len(lines) - len(below) - 1
     if view.past and room >= FEWEST_ROWS:
@@ -178,6 +180,29 @@ def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
         lines.append(_line(parts, width))
     if (more := len(scene.waiting) - _WAITING) > 0:
         text = _("and {more} more in the queue: gpuguard queue").format(more=more)
+        lines.append(_line([(f"{indent} {text}", "dim")], width))
+    return lines
+
+
+def _jobs(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
+    jobs = [job for job in scene.jobs if not view.users or job.user in view.users]
+    labels = {device.uuid: device.label for device in scene.snapshot.devices}
+    lines, title = [], _("JOB")
+    indent = " " * max(display_width(title), display_width(_("WAITS")))
+    title += indent[display_width(title) :]
+    for number, job in enumerate(jobs[:_JOBS]):
+        known = [labels[uuid] for uuid in job.devices if uuid in labels]
+        gpus = f"GPU {','.join(known)}" if known else format_count(job.num_gpus, "GPU")
+        since = public_since(job, scene.snapshot.taken_at)
+        parts: list[Part] = [
+            (f"{indent if number else title} ", "dim"),
+            (neutralise(job.full_id), "bold"),
+            (f" {public_state(job)}", "yellow" if job.unattended else ""),
+            (_(" {since}, {gpus}: {what}").format(since=since, gpus=gpus, what=neutralise(job.what)), ""),
+        ]
+        lines.append(_line(parts, width))
+    if (more := len(jobs) - _JOBS) > 0:
+        text = _("and {more} more: gpuguard jobs --all, or the key J").format(more=more)
         lines.append(_line([(f"{indent} {text}", "dim")], width))
     return lines
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpuguard.batch.public import PublicJob
 from gpuguard.device_state import DeviceUse
 from gpuguard.grouping import grouped
 from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
@@ -62,6 +63,7 @@ class Scene:
     uses: tuple[DeviceUse, ...]  # its devices with their claims and processes
     host: Mapping[ProcessIdentity, HostUse] = field(default_factory=dict)  # what processes do beside the GPU
     waiting: tuple[tuple[Ticket, str], ...] = ()  # the queue in its order, with "starts in about 2h"
+    jobs: tuple[PublicJob, ...] = ()  # of `gpuguard submit`, those of the viewer first
     # Pid -> a process above one that computes; filled only for the tree.
     ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
     age: float | None = None  # seconds since the daemon looked; None: the driver was asked

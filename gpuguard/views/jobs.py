@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpuguard.batch.dispatchers import StalledJobs
-from gpuguard.batch.public import PublicJobs
-from gpuguard.batch.records import JobRecord
+from gpuguard.batch.public import PublicJob
+from gpuguard.batch.records import JobRecord, JobStore
 from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
 from gpuguard.locale import N_, _, translated
-from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.units import format_count, format_duration, local_time
+from gpuguard.units import NOT_AVAILABLE, format_count, format_duration, local_time
 from gpuguard.users import user_name
 from gpuguard.views.text import table
 
@@ -48,23 +47,47 @@ def lines_of(jobs: Jobs, ids: Sequence[int], now: float, *, tasks: bool = False,
     return table(rows, heads, align="><<><<", width=width)
 
 
-def lines_of_all(
-    waiting: Sequence[tuple[int, bool, PublicJobs]], claims: Sequence[ClaimRecord], now: float
-) -> list[str]:
-    """Return a table of the jobs of all users: those that run, by their *claims*, and those that wait."""
+def lines_of_all(jobs: Iterable[PublicJob], now: float, *, width: int | None = None) -> list[str]:
+    """Return a table of the jobs of all users."""
     rows = []
-    for claim in (claim for claim in claims if claim.job):
-        what, since = neutral_command(claim.command), _since(claim.since or now, now)
-        rows.append([f"{claim.user}/{claim.job}", _("running"), str(len(claim.devices)), since, what])
-    for uid, lives, public in waiting:
-        for job in public.jobs:
-            state = _("waiting") if job.tasks == 1 else f"{job.tasks} {_('waiting')}"
-            what = job.what if lives else f"{job.what}   ({_('no process of its user waits in the queue for it')})"
-            rows.append([f"{user_name(uid)}/{job.id}", state, str(job.gpus), _since(job.submitted, now), what])
+    for job in jobs:
+        what = f"{job.what}   ({_('no process of its user waits in the queue for it')})" if job.unattended else job.what
+        cells = (job.full_id, public_state(job), str(job.num_gpus), public_since(job, now), what)
+        rows.append([neutralise(cell) for cell in cells])
     if not rows:
         return [_("no job of `gpuguard submit` waits or runs.")]
-    rows = [[neutralise(cell) for cell in row] for row in rows]
-    return table(rows, [_("JOB"), _("STATE"), _("GPUS"), _("SINCE"), _("WHAT")], align="<<><<")
+    return table(rows, [_("JOB"), _("STATE"), _("GPUS"), _("SINCE"), _("WHAT")], align="<<><<", width=width)
+
+
+def public_state(job: PublicJob) -> str:
+    """Return the state of a job in words, such as "3 waiting"."""
+    words = _(STATE_WORDS[job.state])
+    return words if job.tasks == 1 else f"{job.tasks} {words}"
+
+
+def public_since(job: PublicJob, now: float) -> str:
+    """Return how long a job runs or waits, or since when, if that is long ago."""
+    return NOT_AVAILABLE if job.since is None else _since(job.since, now)
+
+
+def all_json(jobs: Iterable[PublicJob]) -> dict[str, Any]:
+    """Return the object of `gpuguard jobs --all --json` that docs/json.md describes."""
+    return {"schema": 1, "host": os.uname().nodename, "jobs": [public_json(job) for job in jobs]}
+
+
+def public_json(job: PublicJob) -> dict[str, Any]:
+    """Return a job of any user, as docs/json.md describes it."""
+    return {
+        "id": job.full_id,
+        "user": job.user,
+        "state": job.state,
+        "num_tasks": job.tasks,
+        "num_gpus": job.num_gpus,
+        "devices": list(job.devices),
+        "since_unix_seconds": job.since,
+        "what": job.what,
+        "unattended": job.unattended,
+    }
 
 
 def stalled_text(stalled: StalledJobs) -> str:
@@ -161,19 +184,21 @@ def _details(state: TaskState, whys: Mapping[tuple[int, int], str | None], now: 
     return ", ".join(parts)
 
 
-def json_of(jobs: Jobs, ids: Collection[int], now: float) -> dict[str, Any]:
-    """Return the object that docs/json.md describes."""
+def json_of(store: JobStore, jobs: Jobs, ids: Collection[int], now: float) -> dict[str, Any]:
+    """Return the object that docs/json.md describes; *store* knows where the logs lie."""
     whys = _whys(jobs, now)
     return {
         "schema": 1,
         "host": os.uname().nodename,
         "unread": list(jobs.unread),
-        "jobs": [_job_json(stored.record, jobs.states[stored.id], whys) for stored in jobs.stored if stored.id in ids],
+        "jobs": [
+            _job_json(store, stored.record, jobs.states[stored.id], whys) for stored in jobs.stored if stored.id in ids
+        ],
     }
 
 
 def _job_json(
-    record: JobRecord, states: Iterable[TaskState], whys: dict[tuple[int, int], str | None]
+    store: JobStore, record: JobRecord, states: Iterable[TaskState], whys: dict[tuple[int, int], str | None]
 ) -> dict[str, Any]:
     return {
         "id": str(record.id),
@@ -183,6 +208,11 @@ def _job_json(
         "git": record.git,
         "num_gpus": record.gpus,
         "submitted_unix_seconds": record.submitted,
+        "held": record.held,
+        "begin_unix_seconds": record.begin,
+        "after": list(record.after),
+        "after_ok": list(record.after_ok),
+        "at_most": record.at_most,
         "tasks": [
             {
                 "number": state.task,
@@ -195,6 +225,7 @@ def _job_json(
                 "ended_unix_seconds": state.ended,
                 "exit_code": state.status,
                 "why": state.why or whys.get((state.job, state.task)),
+                "log": store.log_path(record.id, state.task, state.attempt) if state.attempt else None,
             }
             for state in states
         ],

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from gpuguard import device_state
+from gpuguard.batch.public import public_jobs
 from gpuguard.claims.daemon_client import StatusReply, query_daemon
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
@@ -40,10 +41,11 @@ from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
 from gpuguard.sanitize import neutralise
 from gpuguard.source import SnapshotSource
-from gpuguard.views import history, queue, who
+from gpuguard.views import history, jobs, queue, who
 from gpuguard.views.charts import bucketed
 
 MAX_CLAIMS, MAX_PROCESSES, MAX_POSITIONS = 8, 64, 64  # of one user: on a device, on a device, in the queue
+MAX_JOBS = 64  # of one user, which wait or run
 MAX_ROWS = 512  # of all users
 MAX_NAMELESS = 64  # of all users without a name: a user with user namespaces has 65536 such uids
 MAX_COMMAND = 400  # characters, in all words, and of a note, because more does not fit into a card
@@ -186,6 +188,7 @@ class FrameFeed:
         content = who.to_json(snapshot, uses, age=age)
         content |= {
             "line": queue.to_json(state, site)["places"],
+            "jobs": [jobs.public_json(job) for job in public_jobs(self._directory, snapshot.claims)],
             "models": {device.uuid: device_state.model_name(device) for device in snapshot.devices if device.name},
             "unknown": who.gap_lines(snapshot),
             "events": self._events({device.uuid: device.label for device in snapshot.devices}),
@@ -415,10 +418,12 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
             processes = _some(processes, MAX_PROCESSES, what, left_out)
         devices.append({**device, "claims": claims, "processes": processes})
     positions = _some(content["line"], MAX_POSITIONS, sentence("web.queue", "the queue"), left_out)
+    jobs_shown = _some(content["jobs"], MAX_JOBS, sentence("web.jobs", "jobs"), left_out)
     users = _some(content["users"], 1, sentence("web.users", "users"), left_out)
     unknown = [*left_out, *content["unknown"]]
     events = [{name: _cut(value) for name, value in event.items()} for event in content["events"]]
-    return {**content, "devices": devices, "users": users, "line": positions, "events": events, "unknown": unknown}
+    lists = {"devices": devices, "users": users, "line": positions, "jobs": jobs_shown}
+    return {**content, **lists, "events": events, "unknown": unknown}
 
 
 def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from gpuguard.batch.dispatchers import start_missing
 from gpuguard.batch.facts import directory_of, held_claims, open_jobs, read_jobs
-from gpuguard.batch.public import published
+from gpuguard.batch.public import public_jobs
 from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
 from gpuguard.claims.records import read_records
@@ -38,7 +38,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.units import parse_duration
-from gpuguard.views.jobs import MOST_ENDED, details_of, json_of, lines_of, lines_of_all, listed
+from gpuguard.views.jobs import MOST_ENDED, all_json, details_of, json_of, lines_of, lines_of_all, listed
 from gpuguard.views.text import put, put_json
 
 EXIT_NO_PATIENCE, EXIT_LOST = 124, 125
@@ -60,9 +60,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--all", action="store_true", help="those of all users that wait or run on this machine")
-    group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    parser.add_argument("--all", action="store_true", help="those of all users that wait or run on this machine")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     parser.add_argument("--ended", action="store_true", help="all jobs that have ended, not the last 20")
     parser.add_argument("--tasks", action="store_true", help="a line for each task")
 
@@ -78,17 +77,21 @@ def _jobs(store: JobStore, *, ended: bool) -> Jobs:
 
 
 def _list(args: argparse.Namespace) -> int:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if args.all:
         directory = usual_directory()
-        put(lines_of_all(tuple(published(directory)), read_records(directory), time.time()))
+        public = public_jobs(directory, read_records(directory))
+        if args.json:
+            put_json(all_json(public))
+        else:
+            put(lines_of_all(public, time.time(), width=width))
         return 0
     store, now = JobStore(), time.time()
     jobs = _jobs(store, ended=args.ended)
     ids = listed(jobs, ended=args.ended)
     if args.json:
-        put_json(json_of(jobs, ids, now))
+        put_json(json_of(store, jobs, ids, now))
         return 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     put(lines_of(jobs, ids, now, tasks=args.tasks, width=width))
     unread = [
         _("job {job}: its record cannot be read: {path}").format(job=job, path=store.path(job)) for job in jobs.unread

@@ -179,8 +179,9 @@
   }
 
   // Tables.
+  const heads = (...keys) => keys.map((key) => ({ text: word(key.split(" ")[0]), [key.split(" ")[1]]: true }));
   function showTables(seen) {
-    const waiting = seen.line.filter(isOfUser), heads = (...keys) => keys.map((key) => ({ text: word(key.split(" ")[0]), [key.split(" ")[1]]: true }));
+    const waiting = seen.line.filter(isOfUser);
     byId("queue").hidden = !seen.line.length;
     renewTable("queue-table", heads("place number", "user", "gpus number", "waited number", "start wide", "job wide"), waiting.map((job) => [
       String(job.number), userLink(job.user), String(job.num_gpus), time(Math.round(job.waited_seconds)), start(job),
@@ -197,6 +198,17 @@
     byId("no-events").hidden = events.length > 0;
     byId("more-events").hidden = events.length <= FEW_EVENTS;
     byId("more-events").textContent = word(allEvents ? "fewer_events" : "all_events");
+  }
+  function showJobs(seen) {
+    const labels = (job) => seen.devices.filter((device) => isDevice(device) && job.devices.includes(device.uuid)).map((device) => device.label);
+    const jobs = seen.jobs.filter((job) => isOfUser(job) && (!view.gpu || labels(job).length));
+    byId("jobs").hidden = !jobs.length;
+    renewTable("jobs-table", heads("job", "job_state", "gpus number", "lasted number", "command wide"), jobs.map((job) => [
+      [userLink(job.user), job.id.slice(job.user.length)],
+      job.state === "running" ? word("runs_now") : job.num_tasks === 1 ? word("task_waits") : word("tasks_wait", job.num_tasks),
+      labels(job).length ? word("device_named", labels(job).join(", ")) : String(job.num_gpus),
+      time(job.since_unix_seconds && Math.max(0, Math.round(seen.taken_at - job.since_unix_seconds))),
+      [command(job.what.split(" "), `what${job.id}`), job.unattended && make("span", { class: "reason unclaimed_use" }, word("unattended"))]]));
   }
   function start(job) {
     if (job.starts_now) return word("now");
@@ -233,6 +245,7 @@
     showAlerts(seen);
     showCards(seen);
     showTables(seen);
+    showJobs(seen);
     showHost(seen);
     if (first) redraw(); else extend(seen);
   }
