@@ -157,6 +157,18 @@ def test_a_sweep_is_one_job_of_which_only_so_many_tasks_run_at_a_time(node):
     assert "lr=0.01  bs=2" in node("jobs", "--tasks")
 
 
+def test_the_reason_that_holds_is_shown(node):
+    blocker = node.submit("-n", "2", "--", "sleep", "600")
+    node.until(blocker, "running")
+    job = node.submit("--array", "0-1%1", "--", "true")
+    name = user_name(os.geteuid())
+    first, second = (line for line in node("jobs", "--tasks").splitlines() if f"{job}." in line)
+
+    assert f"(waits for GPUs: {name} has 2)" in first
+    assert "(waits for the job's own limit: --at-most 1)" in second
+    assert f"(waits for GPUs: {name} has 2)" in node("jobs").splitlines()[-1]
+
+
 def test_a_failure_skips_what_needs_its_success_and_a_retry_of_the_failed_is_enough(node):
     flag = node.place / "flag"
     first = node.submit("--array", "0-1", "--", "sh", "-c", f"test {{task}} = 0 || test -e {flag}")

@@ -83,6 +83,16 @@ def read_jobs(store: JobStore, most_running: int | None = None, ids: Iterable[in
         known |= fresh
 
 
+def claims_waited_for(jobs: Jobs, now: float) -> dict[Source, list[ClaimRecord]]:
+    """Return the claims of all users where a task waits for GPUs."""
+    records = {stored.id: stored.record for stored in jobs.stored}
+    found: dict[Source, list[ClaimRecord]] = {}
+    for source in {records[state.job].source for state in jobs.waiting(now) if not state.blocked}:
+        with suppress(GpuguardError, OSError):
+            found[source] = list(read_records(directory_of(source)))
+    return found
+
+
 def remove_ended(store: JobStore, older: float) -> int:
     """Remove the jobs that have ended before *older* (unix time), unless another job names them; return how many.
 

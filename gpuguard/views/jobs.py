@@ -9,9 +9,10 @@ from typing import Any
 
 from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.public import PublicJob
-from gpuguard.batch.records import JobRecord, JobStore
+from gpuguard.batch.records import JobRecord, JobStore, Source
 from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
 from gpuguard.locale import N_, _, translated
+from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import NOT_AVAILABLE, format_count, format_duration, local_time
 from gpuguard.users import user_name
@@ -32,10 +33,19 @@ def listed(jobs: Jobs, *, ended: bool = False) -> list[int]:
     return sorted([*open_, *(over if ended else over[-MOST_ENDED:])])
 
 
-def lines_of(jobs: Jobs, ids: Sequence[int], now: float, *, tasks: bool = False, width: int | None = None) -> list[str]:
-    """Return a table with a line for each job, or with *tasks* for each task."""
+def lines_of(
+    jobs: Jobs,
+    ids: Sequence[int],
+    now: float,
+    claims: Mapping[Source, Iterable[ClaimRecord]],
+    *,
+    tasks: bool = False,
+    width: int | None = None,
+) -> list[str]:
+    """Return a table with a line for each job, or with *tasks* for each task; *claims* say who has the GPUs."""
     records = {stored.id: stored.record for stored in jobs.stored}
-    whys = _whys(jobs, now)
+    taken = {source: _taken(held) for source, held in claims.items()}
+    whys = {task: why or taken.get(records[task[0]].source) for task, why in _whys(jobs, now).items()}
     rows = []
     for job in ids:
         record, states = records[job], jobs.states[job]
@@ -108,6 +118,16 @@ def _whys(jobs: Jobs, now: float) -> dict[tuple[int, int], str | None]:
     return {(state.job, state.task): state.why for state in jobs.waiting(now)}
 
 
+def _taken(claims: Iterable[ClaimRecord]) -> str | None:
+    """Return that a job waits for GPUs and how many each user has, or None if none has any."""
+    held: dict[str, set[str]] = {}
+    for claim in claims:
+        held.setdefault(claim.user, set()).update(claim.devices)
+    most_first = sorted(held.items(), key=lambda user: -len(user[1]))
+    who = ", ".join(_("{user} has {count}").format(user=user, count=len(devices)) for user, devices in most_first)
+    return _("waits for GPUs: {who}").format(who=who) if who else None
+
+
 def _row(
     record: JobRecord,
     states: Sequence[TaskState],
@@ -124,8 +144,8 @@ def _row(
     what = neutral_command(record.command)
     if by_task and not alone:
         what = "  ".join(f"{name}={value}" for name, value in record.tasks[states[0].task].items()) or what
-    reasons = [state.why or whys.get((state.job, state.task)) for state in states]
-    why = next((reason for reason in reasons if reason), None)
+    waiting = [whys.get((state.job, state.task)) for state in states if state.state == "waiting"]
+    why = waiting[0] if waiting else next((state.why for state in states if state.why), None)
     text = f"{neutralise(what)}   ({neutralise(translated(why))})" if why else neutralise(what)
     moment = min(since) if states[0].ended is None else max(state.ended or 0 for state in states)
     return [name, _state_text(states), gpus, _since(moment, now), str(tries) if tries else "-", text]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuguard.batch.dispatchers import start_missing
-from gpuguard.batch.facts import directory_of, held_claims, open_jobs, read_jobs
+from gpuguard.batch.facts import claims_waited_for, directory_of, held_claims, open_jobs, read_jobs
 from gpuguard.batch.public import public_jobs
 from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
@@ -92,7 +92,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         put_json(json_of(store, jobs, ids, now))
         return 0
-    put(lines_of(jobs, ids, now, tasks=args.tasks, width=width))
+    put(lines_of(jobs, ids, now, claims_waited_for(jobs, now), tasks=args.tasks, width=width))
     unread = [
         _("job {job}: its record cannot be read: {path}").format(job=job, path=store.path(job)) for job in jobs.unread
     ]
