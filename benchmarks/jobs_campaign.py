@@ -38,6 +38,7 @@ from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs
 from gpuguard.claims.directory import is_unlocked
 from gpuguard.procfs import processes, read_memory
+from gpuguard.queue import leader  # noqa: F401  (dispatcher_of() would import it as a user who cannot read it)
 
 USERS = ("daemon", "bin", "games")  # that every Linux has and nobody uses
 SAID = {
