@@ -464,6 +464,7 @@ class Snapshot:
 # The words of findings, verdicts and events.  The audit log, policy files and messages between processes contain them,
 # so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
 SubjectKind = Literal["process", "claim", "device", "user", "node"]
+EndCause = Literal["signal"]  # why the end of a job may not be its last word: see batch.states
 ActionName = Literal[
     "log", "warn", "notify", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "quarantine",
     "release", "cancel", "run_hook",

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.jobs.surroundings import Surroundings
-    from gpuguard.model import EndOfClaim, EventKind, EventOutcome, SignalName, Snapshot
+    from gpuguard.model import EndCause, EndOfClaim, EventKind, EventOutcome, SignalName, Snapshot
 
 TICK_SECONDS = 2.5  # a lock that the job dropped may stay dropped for so long; a check is one flock per device
 SAMPLE_SECONDS = 5.0  # between two samples for the summary: more of them would tell little more
@@ -100,7 +100,8 @@ class JobSettings:
     isolation: Isolation | None = None  # where the job runs, or None: here; closed at the end
     leftover: float | None = None  # seconds for which processes that it leaves keep the claim, or None: the site's
     directory: LockDirectory | None = None  # of the claims; its daemon says what policies did to the job
-    on_end: Callable[[int, str | None], None] = lambda status, why: None  # called before the claim is released
+    # Called before the claim is released, with the exit status, why, and what may make the job start again.
+    on_end: Callable[[int, str | None, EndCause | None], None] = lambda status, why, cause: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,7 @@ class JobSupervisor:
         self.surroundings: Surroundings | None = None  # from the first sample on: a short job does not load it
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal
-        self.interrupted = False
+        self.interrupted = self.told_to_end = False  # told by a signal that did not come from the kernel
         self.reported: set[str] = set()  # messages that the user need not read twice
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
@@ -232,6 +233,7 @@ class JobSupervisor:
         to_us_alone = received.si_code <= 0 or (received.si_signo in HANG_UP and os.getsid(0) == os.getpid())
         if received.si_signo not in PASSED_ON or not to_us_alone:
             return
+        self.told_to_end |= received.si_signo in ENDING
         if signals.forward(self.pidfd, received.si_signo) == "not permitted":
             name = signal.Signals(received.si_signo).name
             self.notify(
@@ -460,7 +462,7 @@ class JobSupervisor:
         if code:
             status, message = failure(self.program, int(code))
             self.notify(message)
-            self.settings.on_end(status, message)
+            self.settings.on_end(status, message, None)
             self.claim.release()
             ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome="could not be started", why=message)
             _log_end(self.claim, ended)
@@ -475,7 +477,11 @@ class JobSupervisor:
             why = sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
         if self.settings.leftover == END_LEFTOVERS:
             self.end_leftovers()
-        self.settings.on_end(status, why)
+        # A machine that goes down tells the job first, or this process: then the signal is still to be fetched.
+        cause: EndCause | None = "signal" if self.told_to_end or signal.sigpending() & ENDING else None
+        if cause and not why:
+            why = sentence("job.told_to_end", "its gpuguard run was told to end by a signal")
+        self.settings.on_end(status, why, cause)
         drain = Drain(
             self.claim.devices,
             self.backend,

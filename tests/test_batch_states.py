@@ -104,6 +104,20 @@ def test_what_ran_or_waited_before_the_machine_restarted_is_lost():
     assert "resume" in (state_of(boot="later").why or "")
 
 
+TOLD = JobEvent(kind=END, time=NOW, task=0, attempt=1, status=143, outcome="signal")
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_what_was_told_to_end_before_the_machine_restarted_is_lost_and_resumed(status):
+    events = started(), replace(TOLD, status=status)
+
+    assert state_of(*events).state == {0: "completed", 143: "failed"}[status]
+    assert (state_of(*events, boot="next").state, state_of(*events, boot="next").status) == ("lost", None)
+    assert state_of(*events, happened(RESUME, boot="next"), boot="next").state == "waiting"
+    assert state_of(started(), ended(status), boot="next").state != "lost"
+    assert state_of(started(), happened(CANCEL), TOLD, boot="next").state == "cancelled"
+
+
 def test_what_is_resumed_waits_again():
     assert state_of(happened(RESUME, boot="later"), boot="later").state == "waiting"
     assert state_of(started(), happened(RESUME, boot="later"), boot="later").state == "waiting"
@@ -399,9 +413,12 @@ class World:
             facts = {"task": 0, "attempt": self.attempt, "boot": f"boot{self.boot}", "claim": f"c{self.attempt}"}
             self.write(START, **facts)
 
-    def end(self, status: int) -> None:
+    def told(self, state: TaskState) -> None:
+        self.end(143, outcome="signal")
+
+    def end(self, status: int, **fields: Any) -> None:
         if self.is_running and self.is_watched:
-            self.write(END, task=0, attempt=self.attempt, status=status)
+            self.write(END, task=0, attempt=self.attempt, status=status, **fields)
             self.is_running, self.last = False, status
         self.is_running = False
 
@@ -424,7 +441,7 @@ class World:
         self.boot, self.is_running = self.boot + 1, False
 
 
-ACTS = ["start", "start", "start", "end0", "end1", "end75", "kill", "cancel", "retry", "resume", "restart"]
+ACTS = ["start", "start", "start", "end0", "end1", "end75", "told", "kill", "cancel", "retry", "resume", "restart"]
 
 
 @given(

@@ -18,7 +18,7 @@ from nodes import remove, start, until
 from sources import ROOT
 
 import gpuguard
-from gpuguard.batch import dispatchers
+from gpuguard.batch import logout
 from gpuguard.batch.dispatchers import dispatcher_of, lock_path
 from gpuguard.batch.facts import directory_of, read_jobs
 from gpuguard.batch.logout import ENDS, NEEDS_SCOPE
@@ -28,7 +28,6 @@ from gpuguard.batch.states import TaskState
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_record, read_records
 from gpuguard.cli import run_command_line
-from gpuguard.cli.submit import detached
 from gpuguard.errors import ClaimError
 from gpuguard.procfs import processes, read_memory, stat_of
 from gpuguard.users import user_name
@@ -299,6 +298,21 @@ def test_a_supervisor_that_is_killed_leaves_a_job_that_can_still_be_ended(node):
     assert node.task(job).state == "cancelled"
 
 
+def test_a_supervisor_that_is_told_to_end_starts_nothing_because_the_machine_may_go_down(node):
+    job = node.submit("-n", "2", "--", "sleep", "600")
+    supervisor = node.supervisor(job)
+    waits = node.submit("--", "true")
+    kill(until(node.dispatcher))
+    os.kill(supervisor, signal.SIGTERM)
+    until(lambda: (stat := stat_of(supervisor)) is None or not stat.lives)
+
+    task = node.task(job)
+    assert (task.state, task.status) == ("failed", 143) and "told to end" in task.why
+    assert (node.dispatcher(), node.task(waits).state) == (None, "waiting")
+    node("jobs")
+    node.until(waits, "completed")
+
+
 def test_a_job_of_which_all_is_gone_is_lost_and_can_be_tried_again(node):
     mark = node.place / "mark"
     job = node.submit("--", "sh", "-c", f"echo up; test -e {mark} || exec sleep 600")
@@ -409,14 +423,18 @@ def test_cancel_knows_jobs_as_well(node):
 
 
 def test_a_submission_is_refused_where_all_ends_at_logout(node, monkeypatch):
-    monkeypatch.setattr(detached, "fate_at_logout", lambda: ENDS)
+    job = node.submit("--hold", "--", "true")
+    kill(until(node.dispatcher))
+    monkeypatch.setattr(logout, "fate_at_logout", lambda: ENDS)
 
     assert "loginctl enable-linger" in node.fails("submit", "--", "true")
+    assert "loginctl enable-linger" in node.fails("jobs", "unhold", str(job), status=2)
+    assert node.dispatcher() is None
 
 
 def test_a_job_for_which_no_process_can_wait_yet_is_there_and_the_user_is_told(node, monkeypatch):
-    monkeypatch.setattr(dispatchers, "IN_SCOPE", ("false",))
-    monkeypatch.setattr(dispatchers, "fate_at_logout", lambda: NEEDS_SCOPE)
+    monkeypatch.setattr(logout, "IN_SCOPE", ("false",))
+    monkeypatch.setattr(logout, "fate_at_logout", lambda: NEEDS_SCOPE)
     job = node.submit("--", "true")
 
     assert node.task(job).state == "waiting"
@@ -424,7 +442,7 @@ def test_a_job_for_which_no_process_can_wait_yet_is_there_and_the_user_is_told(n
     assert run_command_line(["submit", "--", "true"]) == 0
     assert "no process could be started" in node.capfd.readouterr().err
     assert gpuguard.submit(["true"]).result == "waiting"
-    monkeypatch.setattr(dispatchers, "IN_SCOPE", ("env",))
+    monkeypatch.setattr(logout, "IN_SCOPE", ("env",))
     assert run_command_line(["jobs", "wait", str(job)]) == 0
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.batch.facts import directory_of, open_jobs
-from gpuguard.batch.logout import IN_SCOPE, NEEDS_SCOPE, fate_at_logout
+from gpuguard.batch.logout import outliving
 from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore, Source
 from gpuguard.batch.states import Jobs
@@ -149,10 +149,9 @@ def _start(directory: LockDirectory, store: JobStore, source: Source) -> None:
     words += ["--backend", source.backend] if source.backend else []
     words += ["--dir", source.dir] if source.dir else []
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_STARTER)}
-    scope = IN_SCOPE if fate_at_logout() == NEEDS_SCOPE else ()
     with open(os.path.join(store.place, "dispatcher.log"), "ab") as log:
         done = subprocess.run(
-            [*scope, sys.executable, "-I", "-S", "-c", _DETACH, lock_path(directory, store, source), *words],
+            [*outliving(), sys.executable, "-I", "-S", "-c", _DETACH, lock_path(directory, store, source), *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 
+from gpuguard.errors import InvalidRequest
+from gpuguard.locale import _
 from gpuguard.procfs import read_text
 from gpuguard.users import user_name
 
@@ -36,6 +38,19 @@ def fate(cgroup: str, *, ends_users: bool, lingers: bool) -> str:
     if not _SESSION.search(cgroup) or not ends_users:
         return STAYS
     return NEEDS_SCOPE if lingers else ENDS
+
+
+def outliving() -> tuple[str, ...]:
+    """Return the words before a command with which it outlives the logout.  Raises InvalidRequest if nothing does."""
+    fate = fate_at_logout()
+    if fate == ENDS:
+        raise InvalidRequest(
+            _(
+                "this machine ends all processes of a user at logout (KillUserProcesses=yes).  Let yours stay by "
+                "`loginctl enable-linger`, then submit again."
+            )
+        )
+    return IN_SCOPE if fate == NEEDS_SCOPE else ()
 
 
 def fate_at_logout() -> str:

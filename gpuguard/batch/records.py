@@ -92,7 +92,7 @@ class JobEvent:
     claim: str | None = None
     gpus: tuple[str, ...] = ()  # labels of the devices
     status: int | None = None  # of an end: the exit status as a shell shows it
-    outcome: str | None = None
+    outcome: str | None = None  # of an end: its EndCause
     why: str | None = None  # of an end or a skip, and of a cancel that was not its user's
 
 

@@ -7,7 +7,8 @@
     failed       it ended with another status, or could not be started
     cancelled    its user ended it, or root
     skipped      a job that had to succeed before it did not
-    lost         it was started and is gone without a word: the machine was restarted, or its supervisor was killed
+    lost         it was started and is gone without a word: the machine was restarted, or its supervisor was killed; or
+                 that supervisor was told to end by a signal, and then the machine was restarted
 
 A job that was submitted before the machine was started is lost until its user resumes it.  This module reads nothing.
 """
@@ -82,6 +83,7 @@ class _History:
         self.record, self.boots = record, {record.boot}
         self.state = self.before = TaskState(record.id, task, "waiting")  # before the last start
         self.started_in = ""  # the boot of that
+        self.told_to_end = False  # a signal has ended it, as when the machine goes down
         self.failures = self.requeues = 0
 
     def add(self, event: JobEvent) -> None:
@@ -89,7 +91,7 @@ class _History:
         state = self.state
         is_of_attempt = event.attempt == state.attempt
         if event.kind == START and state.state != "running":  # otherwise a second dispatcher was at work: it withdraws
-            self.before, self.started_in = state, event.boot
+            self.before, self.started_in, self.told_to_end = state, event.boot, False
             # A task that was cancelled at the moment of its start will find that out: see cli.jobs.supervisor.
             self.state = TaskState(
                 state.job,
@@ -115,7 +117,7 @@ class _History:
             self.boots.add(event.boot)
         elif event.kind == RESUME:
             self.boots.add(event.boot)
-            if state.state == "running" and self.started_in != event.boot and not state.cancelled:
+            if self._was_cut_off(event.boot) and not state.cancelled:
                 self._again(None, new=True)
         elif event.kind == SKIP and state.state == "waiting":
             self.state = replace(state, state="skipped", ended=event.time, why=event.why)
@@ -125,6 +127,7 @@ class _History:
         name = "cancelled" if self.state.cancelled else name
         why = self.state.why or event.why  # why it was cancelled, if its user did not do that
         self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=why)
+        self.told_to_end = event.outcome == "signal" and name != "cancelled"
         if name != "failed":
             return
         record = self.record
@@ -142,20 +145,25 @@ class _History:
         self.state = TaskState(
             state.job, state.task, "waiting", state.attempt, status=state.status, not_before=not_before
         )
+        self.told_to_end = False
         if new:
             self.failures = self.requeues = 0
+
+    def _was_cut_off(self, boot: str) -> bool:
+        """Return whether the machine went down under it, before *boot*, so that it has not ended by itself."""
+        return (self.state.state == "running" or self.told_to_end) and self.started_in != boot
 
     def result(self, claims: HeldClaims | None, boot: str) -> TaskState:
         """Return the state now; *claims* is None if it is unknown which are held."""
         state = self.state
         if state.state == "waiting" and boot not in self.boots:
             return replace(state, state="lost", why=_RESTARTED)
+        if self._was_cut_off(boot):
+            if state.cancelled:
+                return _cancelled(state, None, state.why)
+            return replace(state, state="lost", status=None, why=_RESTARTED)
         if state.state != "running":
             return state
-        if self.started_in != boot:
-            return (
-                _cancelled(state, None, state.why) if state.cancelled else replace(state, state="lost", why=_RESTARTED)
-            )
         if claims is None:
             return replace(state, state="unwatched", why=_UNSEEN)
         supervised = claims.get(state.claim or "")

@@ -37,7 +37,7 @@ from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
 from gpuguard.locale import _, translated
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
-from gpuguard.model import ClaimRecord
+from gpuguard.model import ClaimRecord, EndCause
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, run
@@ -200,11 +200,11 @@ def run_on(
     report: JobReport,
     *,
     waited: float,
-    on_end: Callable[[int, str | None], None] = lambda status, why: None,
+    on_end: Callable[[int, str | None, EndCause | None], None] = lambda status, why, cause: None,
 ) -> int:
     """Run the command on the devices of *claim*, which belongs to this function from now on; return the exit code.
 
-    *waited* is in seconds.  *on_end* gets the exit status, and why, before the claim is released.
+    *waited* is in seconds.  *on_end*: see JobSettings.
     """
     if claim.warning:
         log.warn(claim.warning)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from gpuguard.batch.dispatchers import changed
 from gpuguard.batch.records import END, WITHDRAW, JobEvent, JobRecord, JobStore
@@ -19,6 +20,7 @@ from gpuguard.cli.run import ParsedRun, run_on, set_environment
 from gpuguard.errors import GpuguardError
 from gpuguard.jobs.processes import become_subreaper, job_processes
 from gpuguard.locale import _, translated
+from gpuguard.model import EndCause
 from gpuguard.procfs import boot_id
 from gpuguard.units import local_time
 
@@ -35,9 +37,12 @@ def supervise(
 ) -> int:
     """Run one attempt of a task on *claim*, which this process takes over, and write down how it ends."""
 
-    def write_end(status: int, why: str | None) -> None:
+    causes: list[EndCause | None] = []
+
+    def write_end(status: int, why: str | None, cause: EndCause | None = None) -> None:
+        causes.append(cause)
         with suppress(GpuguardError, OSError):  # a full disk: the job will count as lost
-            store.append(record.id, _event(END, state, status=status, why=why))
+            store.append(record.id, replace(_event(END, state), status=status, why=why, outcome=cause))
             changed(store, record.source, may_start=False)
 
     claim.take_over()
@@ -72,15 +77,15 @@ def supervise(
         status = 125
     with suppress(GpuguardError, OSError):
         # Now a dispatcher may be missing, because it was killed; before, it would have been started as a part of the
-        # job.
-        changed(store, record.source)
+        # job.  If this process was told to end, so may be all of this user's, because the machine goes down.
+        changed(store, record.source, may_start="signal" not in causes)
     return status
 
 
-def _event(kind: str, state: TaskState, *, status: int | None = None, why: str | None = None) -> JobEvent:
+def _event(kind: str, state: TaskState) -> JobEvent:
     when = round(time.time(), 3)
     facts = {"task": state.task, "attempt": state.attempt, "claim": state.claim}
-    return JobEvent(kind=kind, time=when, status=status, why=why, **facts)  # type: ignore[arg-type]
+    return JobEvent(kind=kind, time=when, **facts)  # type: ignore[arg-type]
 
 
 def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:

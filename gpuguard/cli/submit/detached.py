@@ -16,7 +16,7 @@ from contextlib import closing
 
 from gpuguard.batch.dispatchers import changed
 from gpuguard.batch.facts import open_jobs
-from gpuguard.batch.logout import ENDS, fate_at_logout
+from gpuguard.batch.logout import outliving
 from gpuguard.batch.records import MOST_TASKS, JobRecord, JobStore, Source, new_record
 from gpuguard.claims.claim import SHARE_VARIABLES
 from gpuguard.cli.jobs import wait_for
@@ -109,13 +109,7 @@ def store_job(args: argparse.Namespace) -> JobRecord:
         raise InvalidRequest(
             _("this is inside the Slurm job {job}, which ends what is started in it: use --via slurm.").format(job=job)
         )
-    if fate_at_logout() == ENDS:
-        raise InvalidRequest(
-            _(
-                "this machine ends all processes of a user at logout (KillUserProcesses=yes).  Let yours stay by "
-                "`loginctl enable-linger`, then submit again."
-            )
-        )
+    outliving()
     store = JobStore()
     record = _record(args, store, tasks, at_most)
     _check_bound(args, store, len(tasks))
