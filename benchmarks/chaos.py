@@ -1,9 +1,11 @@
 """Everything at once on one machine: jobs of three users, offenders, a guard that enforces, and death to each of them.
 
     sudo python benchmarks/chaos.py --seconds 100 --seed 7 --kind broker
+    sudo python benchmarks/chaos.py --seconds 100 --seed 7 --amd
 
-A simulated node of 8 devices; all processes, users, locks and signals are real.  What happens is drawn from --seed,
-when it happens is the machine's.  The jobs (chaos_job.py) write down what gpuguard knows nothing of, and at the end:
+A simulated node of 8 devices, of NVIDIA or AMD; all processes, users, locks and signals are real.  What happens is
+drawn from --seed, when it happens is the machine's.  The jobs (chaos_job.py) write down what gpuguard knows nothing
+of, and at the end:
 
 - nobody had a device together with another one, besides shares;
 - who broke no rule got no signal but those that were sent from here;
@@ -105,15 +107,18 @@ OFTEN = {
 class _Chaos:
     """The machine, and whoever breaks it."""
 
-    def __init__(self, place: Path, site: Path, kind: str, seed: int, *, variant: str | None, deaf: bool) -> None:
-        self.place, self.kind, self.variant, self.dice = place, kind, variant, random.Random(seed)
-        self.machine = Brokered(place, site, kind, f"{DEVICES}xH100-80GB")
+    def __init__(self, place: Path, site: Path, kind: str, args: argparse.Namespace) -> None:
+        self.place, self.kind, self.variant, self.dice = place, kind, args.variant, random.Random(args.seed)
+        self.machine = Brokered(place, site, kind, f"{DEVICES}x{'MI300X' if args.amd else 'H100-80GB'}")
+        # What the variable of a job calls the devices.
+        self.names = self.machine.uuids if args.amd else [str(number) for number in range(DEVICES)]
+        deaf = args.seconds >= LONG
         self.machine.environment["GPUGUARD_DEBUG"] = "1"  # a fault inside gpuguard shows where
         self.users = [pwd.getpwnam(name) for name in USERS]
         # A daemon with a user of its own cannot end others.
         self.lasting = 5.0 if kind == "keeper" else LONG if deaf else SHORT
         self.often = OFTEN if deaf else {name: share for name, share in OFTEN.items() if name != "deaf"}
-        if variant:
+        if self.variant:
             self.often = {"innocent": 2, "sharer": 1}
         self.running: list[tuple[subprocess.Popen[bytes], str]] = []
         self.sent: dict[int, set[int]] = defaultdict(set)  # pid -> signals that came from here
@@ -123,11 +128,11 @@ class _Chaos:
         for folder in (self.truth, self.said, place / "daemon"):
             folder.mkdir()
             folder.chmod(0o1777)
-        for number in range(DEVICES):
-            (self.truth / f"device.{number}").touch()
-            (self.truth / f"device.{number}").chmod(0o666)
+        for name in self.names:
+            (self.truth / f"device.{name}").touch()
+            (self.truth / f"device.{name}").chmod(0o666)
         shutil.copy(Path(__file__).with_name("chaos_job.py"), place)
-        (place / "policy.yaml").write_text(POLICY.replace("ALLOWED", "1GiB" if variant == "harsh" else "60GiB"))
+        (place / "policy.yaml").write_text(POLICY.replace("ALLOWED", "1GiB" if self.variant == "harsh" else "60GiB"))
         self.broker = [] if kind == "everybody" else ["--broker"]
 
     def begin(self) -> None:
@@ -173,12 +178,12 @@ class _Chaos:
 
     def job(self, role: str, options: str = "", memory: int = 20, seconds: float = 0.0, way: str = "whole") -> None:
         """Start one, with `gpuguard run` where there are options, else on a device of its own choice."""
-        device = str(self.dice.randrange(DEVICES))
+        device = self.dice.choice(self.names)
         words = [self.machine.python_path, str(self.place / "chaos_job.py"), str(self.truth), role]
         words += [str(seconds or self.lasting), str(memory * GIB), way, "" if options else device]
         by = self.machine.words("run", *options.split(), "--") if options else []
         if options and self.variant == "unlocked":
-            by = ["env", "CUDA_VISIBLE_DEVICES=0"]
+            by = ["env", f"{'ROCR' if self.machine.uuids == self.names else 'CUDA'}_VISIBLE_DEVICES={self.names[0]}"]
         self.spawn(self.anybody(), role, *by, *words)
 
     def innocent(self) -> None:
@@ -359,6 +364,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kind", choices=KINDS, help="who gives the locks (default: by --seed)")
+    parser.add_argument("--amd", action="store_true", help="on GPUs of AMD")
     parser.add_argument("--variant", choices=("unlocked", "harsh"))
     args = parser.parse_args()
     if os.geteuid():
@@ -372,7 +378,7 @@ def main() -> int:
         place.chmod(0o755)
         (place / "site").mkdir()
         install(place / "site")
-        chaos = _Chaos(place, place / "site", kind, args.seed, variant=args.variant, deaf=args.seconds >= LONG)
+        chaos = _Chaos(place, place / "site", kind, args)
         stack.callback(chaos.close)
         chaos.begin()
         chaos.run(args.seconds)

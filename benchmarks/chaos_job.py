@@ -3,7 +3,7 @@
     python chaos_job.py PLACE ROLE SECONDS BYTES whole|share DEVICES
 
 PLACE/device.N: locked for as long as it has device N, by a lock that nobody but these jobs looks at.  PLACE/PID.log: a
-line of JSON for each thing that happens to it, above all each signal.  DEVICES "": what CUDA_VISIBLE_DEVICES says.
+line of JSON for each thing that happens to it, above all each signal.  DEVICES "": what its variable says.
 A "sleeper" never uses what it has, a "deaf" one stays in spite of SIGTERM.
 """
 
@@ -35,7 +35,7 @@ def main(place: str, role: str, seconds: str, memory: str, way: str, devices: st
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, told)
-    given = (devices or os.environ["CUDA_VISIBLE_DEVICES"]).split(",")
+    given = (devices or os.environ.get("ROCR_VISIBLE_DEVICES") or os.environ["CUDA_VISIBLE_DEVICES"]).split(",")
     say("begun", role=role, devices=given, way=way)
     # Who chose it himself has no right to it, and a sleeper's claim is given up by the guard while he sleeps.
     alone = not devices and role != "sleeper"

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from gpuguard import api
+from gpuguard.clusters import device_lists
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_
+from gpuguard.model import HEALTH
+from gpuguard.vendors import NVIDIA
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -102,7 +106,7 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
     context = ray.get_runtime_context() if ray.is_initialized() else None
     if context is None or context.worker.mode != ray.WORKER_MODE:
         raise InvalidRequest("this is no task or actor of Ray: call it with .remote().")
-    devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))  # as CUDA_VISIBLE_DEVICES names them
+    devices = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))  # as the variable of their vendor does
     if not devices:
         raise InvalidRequest("Ray gave this no GPU: write @ray.remote(num_gpus=1) above @gpuguard.ray.guarded.")
     # Ray has types only where it is installed, and even there this function has none.
@@ -111,5 +115,8 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
         raise InvalidRequest(
             "Ray gave only a part of a GPU: write @gpuguard.ray.guarded(share=True, memory=10 * 2**30) to share it."
         )
+    if os.environ.get(NVIDIA.visible) != ",".join(devices):  # of NVIDIA's, our indices are the same
+        machine = api.snapshot({HEALTH}, backend=options.get("backend"))
+        devices = device_lists.devices_called(devices, os.environ, machine.devices)
     with api.claim(len(devices), devices=devices, **options):
         yield

@@ -29,6 +29,8 @@ class Vendor:
     numbering: Mapping[str, str]  # further variables of a job, without which an index may mean another device
     # Variables that choose once more among the devices that `visible` leaves, which are numbered from 0 again.
     filters: tuple[str, ...] = ()
+    # The variable that chooses once more, by runtimes, kinds and numbers of devices, or "".
+    selector: str = ""
     container: str = ""  # the variable that says which devices a container runtime has let in, or ""
     uuid_prefix: str
     instance_prefix: str = ""  # of the uuids of instances, or "" if it has none
@@ -162,6 +164,7 @@ INTEL = Vendor(
     visible="ZE_AFFINITY_MASK",
     # An index means a card rather than a tile, and cards are counted by PCI address.
     numbering={"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"},
+    selector="ONEAPI_DEVICE_SELECTOR",
     uuid_prefix="PCI-",  # no GPU of Intel tells a number of its own
     device_node="/dev/dri/renderD",
     major=DRM_MAJOR,

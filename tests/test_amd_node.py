@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
-from amd_trees import JUNCTION, MI300X, AmdTree, put
+from amd_trees import JUNCTION, MI300X, NAVI31, PHOENIX, AmdTree, put
 from builders import GIB
 from guard_scene import AMD_HERE, KFD, Scene, on_a_gpu_of
 from ladders import a_policy
@@ -33,6 +36,7 @@ from gpuguard.policies.rules import RULES
 from gpuguard.policies.thresholds import HealthRule
 from gpuguard.policies.view import Rule, RuleView
 from gpuguard.procfs import boot_clock
+from gpuguard.ray import guarded
 
 OF_80 = replace(MI300X, vram=80 * GIB, used=GIB, xcps=1)
 BROKEN = replace(OF_80, load=99, memory_load=90, temperatures={JUNCTION: (96, 100, 105)})
@@ -305,3 +309,23 @@ def test_a_job_sees_the_gpu_that_it_got_and_no_other(tmp_path, node) -> None:
     assert gpuguard("run", "--", "sh", "-c", script).stdout == "GPU-e3aa140f9a5f9e33 0 unset GPU-e3aa140f9a5f9e33\n"
     partitions = gpuguard("run", "-n", "2", "--mig", "dpx", "--", "sh", "-c", script).stdout
     assert partitions == "1,2 0,1 unset XCP-e3aa140f9a5f9e32-0,XCP-e3aa140f9a5f9e32-1\n"
+
+
+def test_a_task_of_ray_gets_the_gpu_that_ray_means_behind_one_that_is_not_shown(monkeypatch, tmp_path) -> None:
+    tree = AmdTree(tmp_path / "machine", PHOENIX, NAVI31)  # ROCm counts the one that is part of the CPU first
+    context = SimpleNamespace(
+        worker=SimpleNamespace(mode="worker"),
+        get_accelerator_ids=lambda: {"GPU": ["1"]},
+        get_assigned_resources=lambda: {"GPU": 1.0},
+    )
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context, WORKER_MODE="worker")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(client, "WorkerBackend", InThisProcess)
+    monkeypatch.setenv("GPUGUARD_BACKEND", f"amd:{tree.root}")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")  # by Ray
+
+    @guarded
+    def train() -> str:
+        return os.environ["GPUGUARD_GPUS"]
+
+    assert train() == tree.uuid(1)

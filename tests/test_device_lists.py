@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from builders import a_device, a_mig_instance, a_uuid
 
-from gpuguard.clusters.device_lists import environment_of, groups_needed, names_of, renumbered
+from gpuguard.clusters.device_lists import devices_called, environment_of, groups_needed, names_of, renumbered
 from gpuguard.clusters.visible_devices import outer_devices, visible_uuids
 from gpuguard.model import HEALTH, MODEL, Device
 
@@ -115,13 +115,12 @@ def hip_sees(environ: Mapping[str, str], agents: Sequence[Device]) -> list[Devic
     return [left[i] for i in picked]
 
 
-def level_zero_sees(environ: Mapping[str, str], cards: Sequence[Device | None]) -> list[Device]:
-    """The whole cards that a program sees.  *cards* are those of the machine in the order in which it counts them."""
+def level_zero_tiles(environ: Mapping[str, str], cards: Sequence[Device | None]) -> list[tuple[int, int]]:
+    """The tiles that a program sees, by their cards.  *cards* are in the order in which it counts them."""
+    flat = [(place, tile) for place, card in enumerate(cards) for tile in range(2 if is_of_two_tiles(card) else 1)]
     mask = environ.get("ZE_AFFINITY_MASK", "")
     if not mask:
-        return [card for card in cards if card]
-    tiles = {place: 2 if card and "1550" in (card.name or "") else 1 for place, card in enumerate(cards)}
-    flat = [(place, tile) for place in tiles for tile in range(tiles[place])]
+        return flat
     seen: set[tuple[int, int]] = set()
     for word in mask.split(","):
         card, _, tile = word.partition(".")
@@ -133,7 +132,26 @@ def level_zero_sees(environ: Mapping[str, str], cards: Sequence[Device | None]) 
             seen |= {(int(card), int(tile))} & set(flat)
         else:
             seen |= {place for place in flat if place[0] == int(card)}
-    whole = [place for place in tiles if {(place, tile) for tile in range(tiles[place])} <= seen]
+    return sorted(seen)
+
+
+def is_of_two_tiles(card: Device | None) -> bool:
+    return card is not None and "1550" in (card.name or "")
+
+
+def sycl_sees(environ: Mapping[str, str], cards: Sequence[Device | None]) -> list[Device]:
+    """The whole cards that a program of SYCL sees by Level Zero."""
+    left = level_zero_tiles(environ, cards)
+    roots = left if environ.get("ZE_FLAT_DEVICE_HIERARCHY") != "COMPOSITE" else sorted({(card, -1) for card, _ in left})
+    taken = set(range(len(roots)))
+    for place, term in enumerate(environ.get("ONEAPI_DEVICE_SELECTOR", "*:*").split(";")):
+        runtime, _, words = term.removeprefix("!").partition(":")
+        assert runtime in ("*", "level_zero")
+        meant = {n for n in range(len(roots)) for word in words.split(",") if word in ("*", "gpu", str(n))}
+        taken = taken - meant if term.startswith("!") else meant if place == 0 else taken | meant
+    seen = {tile for tile in left if {roots.index(root) for root in (tile, (tile[0], -1)) if root in roots} & taken}
+    sizes = {place: 2 if is_of_two_tiles(card) else 1 for place, card in enumerate(cards)}
+    whole = [place for place, size in sizes.items() if {(place, tile) for tile in range(size)} <= seen]
     return [device for place in whole if (device := cards[place])]
 
 
@@ -159,7 +177,7 @@ def seen_by_a_program(vendor: str, environ: Mapping[str, str], devices: Sequence
     if vendor == "amd":
         return hip_sees(environ, agents_of(devices))
     if vendor == "intel":
-        return level_zero_sees(environ, cards_of(environ, devices))
+        return sycl_sees(environ, cards_of(environ, devices))
     return cuda_sees(environ, own, "MUSA_VISIBLE_DEVICES" if vendor == "mthreads" else "CUDA_VISIBLE_DEVICES")
 
 
@@ -167,6 +185,12 @@ VENDORS = ("nvidia", "amd", "intel", "mthreads")
 SEEDS = range(12)
 # What a user may have set before, in all vendors' variables.
 WORDS = ("0", "1", "2", "3", "1,0", "2,1", "0,2,1", "3,0", "-1", "", "7", "0,9,1", "1,1", "0,x,1", "0.1,1", "1,2,3")
+
+
+SELECTORS = (
+    "level_zero:0", "level_zero:1,0", "level_zero:7", "level_zero:gpu", "level_zero:0;level_zero:2", "*:gpu", "*:*",
+    "*:1", "!level_zero:1", "level_zero:*;!level_zero:0,2",
+)  # fmt: skip
 
 
 def random_environment(dice: random.Random, devices: Sequence[Device]) -> dict[str, str]:
@@ -180,6 +204,7 @@ def random_environment(dice: random.Random, devices: Sequence[Device]) -> dict[s
     environ = {name: dice.choice(words) for name in names if dice.random() < 0.4}
     hierarchy = dice.choice(("FLAT", "COMPOSITE", "COMBINED"))
     more = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy, "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"}
+    more["ONEAPI_DEVICE_SELECTOR"] = dice.choice(SELECTORS)
     return environ | {name: value for name, value in more.items() if dice.random() < 0.5}
 
 
@@ -196,7 +221,8 @@ def test_a_program_sees_the_devices_of_its_job_and_gpuguard_inside_reads_the_sam
         own = claimable(devices, vendor)
         job = sorted(dice.sample(own, dice.randint(1, len(own))), key=devices.index)
         uuids = ",".join(device.uuid for device in job)
-        environ = {**random_environment(dice, devices), **environment_of(job), "GPUGUARD_GPUS": uuids}
+        outer = random_environment(dice, devices)
+        environ = {**outer, **environment_of(job, outer), "GPUGUARD_GPUS": uuids}
 
         assert sorted(seen_by_a_program(vendor, environ, devices), key=devices.index) == job, environ
         assert sorted(visible_uuids(environ, devices) or ()) == sorted(device.uuid for device in job), environ
@@ -271,6 +297,19 @@ ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_D
         ({"ZE_AFFINITY_MASK": "1.0,2.0,2.1", "ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, "intel of two tiles", ["2"]),
         ({"ZE_AFFINITY_MASK": "0"}, "intel behind its integrated one", ["0"]),
         ({"ZE_AFFINITY_MASK": "1", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"}, "intel behind its integrated one", ["0"]),
+        # SYCL's selector, which counts what the mask leaves.
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:1,7"}, "intel", ["1"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:1", "ZE_AFFINITY_MASK": "0,2"}, "intel", ["2"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "!level_zero:0"}, "intel", ["1", "2", "3"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "*:gpu;!*:2"}, "intel", ["0", "1", "3"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "opencl:gpu"}, "intel", ["0", "1", "2", "3"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:*;!opencl:*"}, "intel", ["0", "1", "2", "3"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "opencl:0"}, "intel", []),  # by which order is not known
+        ({"ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}, "intel", []),
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:0.0"}, "intel", []),  # only a part of a card
+        ({"ONEAPI_DEVICE_SELECTOR": ""}, "intel", None),
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:0,1,4"}, "intel of two tiles", ["0"]),
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:0"}, "intel behind its integrated one", ["0"]),
         ({"MUSA_VISIBLE_DEVICES": "2,0,9,1"}, "moore threads", ["2", "0"]),
         ({"MUSA_VISIBLE_DEVICES": "2,0,0,1"}, "moore threads", []),
     ],
@@ -293,6 +332,35 @@ def test_amd_goes_by_uuid_where_its_runtime_knows_it_and_by_index_elsewhere():
     }  # fmt: skip
     assert environment_of(unknown[2:])[ROCR] == "2,3"
     assert names_of(known[2:]) == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "machine", "called"),
+    [
+        (["2"], {HIP: "2"}, "amd", ["2"]),
+        (["1"], {HIP: "1"}, "amd behind its integrated one", ["0"]),
+        (["1"], {}, "amd behind its integrated one", ["0"]),  # Ray was told to set no variable
+        (["1"], {HIP: "1"}, "nvidia and amd", ["3"]),
+        (["1"], {CUDA: "1"}, "nvidia and amd", ["1"]),
+        (["0", "2"], {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,2"}, "intel", ["0", "2"]),
+        (["1"], {"ONEAPI_DEVICE_SELECTOR": "level_zero:1"}, "nvidia, amd and intel", ["5"]),
+        (["7"], {}, "nvidia", []),
+    ],
+)
+def test_an_engine_calls_devices_by_the_numbers_of_their_vendor(names, environ, machine, called):
+    labels = {device.uuid: device.label for device in MACHINES[machine]}
+
+    assert [labels[uuid] for uuid in devices_called(names, environ, MACHINES[machine])] == called
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [("level_zero:1,2", "level_zero:0,1"), ("*:2,1", "level_zero:0,1"), ("opencl:gpu", None), (None, None)],
+)
+def test_a_selector_with_numbers_gets_those_that_the_devices_have_in_the_job(outer, inner):
+    environ = {} if outer is None else {"ONEAPI_DEVICE_SELECTOR": outer}
+
+    assert environment_of(MACHINES["intel"][1:3], environ).get("ONEAPI_DEVICE_SELECTOR") == inner
 
 
 def test_a_job_without_devices_sees_none_of_any_vendor():

@@ -160,7 +160,7 @@ class Claim(Sequence[Device]):
         """
         share = {} if self.memory is None else share_environment(self.memory, self.devices, os.environ)
         return {
-            **device_lists.environment_of(self.devices, by_uuid=visible == "uuid"),
+            **device_lists.environment_of(self.devices, os.environ, by_uuid=visible == "uuid"),
             "GPUGUARD_CLAIM": self.id,
             "GPUGUARD_GPUS": ",".join(device.uuid for device in self.devices),
             **share,

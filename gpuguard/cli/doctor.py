@@ -75,7 +75,9 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     devices = snapshot.devices if snapshot else ()
     outer, drivers = outer_devices(os.environ, devices), drivers_of(args.backend, snapshot)
     vendors = [found.vendor for found in drivers] or [NVIDIA]
-    of_vendors = ((vendor.visible, *vendor.numbering, *vendor.filters, vendor.container) for vendor in vendors)
+    of_vendors = (
+        (vendor.visible, *vendor.numbering, *vendor.filters, vendor.selector, vendor.container) for vendor in vendors
+    )
     variables = dict.fromkeys([*chain.from_iterable(of_vendors), "SLURM_JOB_ID", "GPUGUARD_CLAIM"])
     return DoctorFacts(
         host=os.uname().nodename,

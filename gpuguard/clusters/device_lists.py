@@ -8,6 +8,8 @@
   CUDA_VISIBLE_DEVICES, chooses once more among the devices that are left, counted from 0 (clr, rocdevice.cpp).
 - Level Zero: ZE_AFFINITY_MASK holds indices alone, of cards or, by ZE_FLAT_DEVICE_HIERARCHY, of their tiles; an entry
   that names nothing is passed over, and an empty mask leaves all (compute-runtime, execution_environment.cpp).
+  ONEAPI_DEVICE_SELECTOR chooses once more for programs of SYCL, and counts what the mask leaves from 0.  Its terms
+  accept, or with "!" refuse, devices of a runtime by kind or number (intel/llvm, EnvironmentVariables.md).
 
 An entry that these rules leave open leaves less rather than more.  The real environment is not read here: it is an
 argument.
@@ -16,7 +18,7 @@ argument.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpuguard.locale import _, ngettext
 from gpuguard.model import HEALTH, MODEL, Device
@@ -25,6 +27,7 @@ from gpuguard.vendors import AMD, INTEL, MTHREADS, NVIDIA, UUID_PREFIXES, VENDOR
 Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
 
 _ROCR_TOKEN = range(5, 21)  # characters of the beginning of a uuid that ROCR accepts
+_LEVEL_ZERO = "level_zero"  # as ONEAPI_DEVICE_SELECTOR calls the runtime whose devices gpuguard counts
 _TWO_TILES = re.compile(r"\bMax 1[345]50\b")  # Intel's cards that consist of two tiles
 
 
@@ -33,12 +36,18 @@ def variables(names: Iterable[object], vendor: Vendor = NVIDIA) -> dict[str, str
     return {vendor.visible: ",".join(map(str, names))}
 
 
-def environment_of(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str, str]:
-    """Return the variables that leave *devices*, of one vendor, to a job, whatever outer lists it would inherit."""
+def environment_of(
+    devices: Sequence[Device], environ: Mapping[str, str] | None = None, *, by_uuid: bool = False
+) -> dict[str, str]:
+    """Return the variables that leave *devices*, of one vendor, to a job, whatever it would inherit from *environ*."""
     if not devices:
         return {vendor.visible: "" for vendor in VENDORS.values()}
     vendor = vendor_of(devices[0])
-    again = {name: ",".join(map(str, range(len(devices)))) for name in vendor.filters}
+    numbers = ",".join(map(str, range(len(devices))))
+    again = dict.fromkeys(vendor.filters, numbers)
+    if vendor.selector and any(map(str.isdigit, (environ or {}).get(vendor.selector, ""))):
+        # Its numbers mean other devices behind the list of this job; without numbers it chooses a runtime, as ever.
+        again[vendor.selector] = f"{_LEVEL_ZERO}:{numbers}"
     return {**vendor.numbering, **variables(_names_for_job(devices, vendor, by_uuid=by_uuid), vendor), **again}
 
 
@@ -70,7 +79,7 @@ def groups_needed(environ: Mapping[str, str], devices: Iterable[Device]) -> froz
     """Return the groups of fields without which the lists in *environ* could mean other ones of these devices."""
     groups = set()
     for vendor in {device.vendor: vendor_of(device) for device in devices}.values():
-        if not environ.keys().isdisjoint((vendor.visible, *vendor.filters)):
+        if not environ.keys().isdisjoint((vendor.visible, *vendor.filters, vendor.selector)):
             groups |= _GROUPS.get(vendor.name, set())
     return frozenset(groups)
 
@@ -94,6 +103,28 @@ def listed_devices(environ: Mapping[str, str], devices: Sequence[Device], vendor
         {name: value for name, value in environ.items() if name not in foreign - {vendor.visible}}, own, vendor
     )
     return None if opinion is None else ((*opinion[0], *others), opinion[1])
+
+
+def devices_called(names: Sequence[str], environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Return the uuids of the devices that an engine such as Ray calls *names*.
+
+    They are what it has put into the list of a vendor, which says whose devices they are, or would put there: numbers
+    by which the vendor's programs count, and not ours.
+    """
+    text = ",".join(names)
+    present = [vendor for vendor in VENDORS.values() if any(device.vendor == vendor.name for device in devices)]
+    vendor = next((vendor for vendor in present if text in _lists_in(environ, vendor)), None)
+    if vendor is None:
+        vendor = (present or [NVIDIA])[0]
+        environ = {**environ, vendor.visible: text}
+    opinion = listed_devices(environ, devices, vendor)
+    own = {device.uuid for device in devices if device.vendor == vendor.name}
+    return tuple(uuid for uuid in opinion[0] if uuid in own) if opinion else ()
+
+
+def _lists_in(environ: Mapping[str, str], vendor: Vendor) -> list[str]:
+    names = (vendor.visible, *vendor.filters, vendor.selector)
+    return [environ[name].removeprefix(f"{_LEVEL_ZERO}:") for name in names if name in environ]
 
 
 def entries(environ: Mapping[str, str], vendor: Vendor = NVIDIA) -> tuple[str, ...]:
@@ -179,10 +210,11 @@ def _with_uuid(token: str, left: Sequence[Device | None]) -> int | None:
 
 
 def _level_zero_mask(environ: Mapping[str, str], devices: Sequence[Device], vendor: Vendor) -> Opinion | None:
-    text = environ.get(vendor.visible)
-    if not text:
+    text, selector = environ.get(vendor.visible), environ.get(vendor.selector)
+    if not text and not selector:
         return None
     hierarchy, order = vendor.numbering
+    by_card = environ.get(hierarchy) == vendor.numbering[hierarchy]
     cards: list[Device | None]
     if environ.get(order) == vendor.numbering[order]:
         by_number = {device.number: device for device in devices}
@@ -190,19 +222,44 @@ def _level_zero_mask(environ: Mapping[str, str], devices: Sequence[Device], vend
     else:  # integrated ones come last
         cards = [*sorted(devices, key=lambda device: (bool(device.integrated), device.number))]
     tiles = [(card, tile) for card, device in enumerate(cards) for tile in range(_tiles(device))]
-    listed: set[tuple[int, int]] = set()
-    for entry in text.split(","):
-        if environ.get(hierarchy) == vendor.numbering[hierarchy]:
+    listed = set() if text else set(tiles)
+    for entry in text.split(",") if text else ():
+        if by_card:
             listed |= {(card, tile) for card, tile in tiles if entry in (str(card), f"{card}.{tile}")}
         else:
             listed |= {place for number, place in enumerate(tiles) if entry == str(number)}
+    if selector:
+        units = dict.fromkeys(place[:1] if by_card else place for place in sorted(listed))  # what a number means
+        kept = {unit for number, unit in enumerate(units) if _is_selected(selector, number)}
+        listed = {place for place in listed if (place[:1] if by_card else place) in kept}
     # A job gets whole cards, so a card of which the mask leaves only one tile is none that it may have.
     uuids = [
         device.uuid
         for card, device in enumerate(cards)
         if device and {(card, tile) for tile in range(_tiles(device))} <= listed
     ]
-    return tuple(uuids), _reason(environ, [vendor.visible], uuids, devices)
+    names = [name for name in (vendor.visible, vendor.selector) if environ.get(name)]
+    return tuple(uuids), _reason(environ, names, uuids, devices)
+
+
+def _is_selected(selector: str, number: int) -> bool:
+    """Return whether ONEAPI_DEVICE_SELECTOR leaves the GPU that has a *number* in Level Zero.
+
+    A GPU that only OpenCL leaves by its kind is left, too; by which numbers OpenCL counts them is not known.
+    """
+    terms = [term.strip().lower() for term in selector.split(";")]
+    refused = [term[1:] for term in terms if term.startswith("!")]
+    accepted = [term for term in terms if term and not term.startswith("!")] or ["*:*"]
+    runtimes = ("*", _LEVEL_ZERO)
+    return any(
+        _names_gpu(term, number, runtimes) or _names_gpu(term, None, ("opencl",)) for term in accepted
+    ) and not any(_names_gpu(term, number, runtimes) for term in refused)
+
+
+def _names_gpu(term: str, number: int | None, runtimes: Collection[str]) -> bool:
+    """Return whether a term like ``"level_zero:0,1"`` or ``"*:gpu"`` is about one of *runtimes* and names this GPU."""
+    runtime, _colon, entries = term.partition(":")
+    return runtime in runtimes and any(entry.strip() in ("*", "gpu", str(number)) for entry in entries.split(","))
 
 
 def _tiles(device: Device | None) -> int:

@@ -52,7 +52,11 @@ _OF_THE_CLAIM = (
     "GPUGUARD_CLAIM",
     "GPUGUARD_GPUS",
     *SHARE_VARIABLES,
-    *(name for vendor in VENDORS.values() for name in (vendor.visible, *vendor.numbering)),
+    *(
+        name
+        for vendor in VENDORS.values()
+        for name in (vendor.visible, *vendor.numbering, *vendor.filters, vendor.selector)
+    ),
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
