@@ -187,6 +187,8 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
     room, left = capacity(device), memory_left(device, sharing)
     if room is not None and room < request.memory:
         yield Reason(_too_little(room), True, "--memory")
+    elif room is None:
+        yield _unknown(device, "memory_total", _ITS_MEMORY, terms)
     elif left is None:
         yield _unknown(device, "memory_used", sentence("refused.its_memory_used", "its memory in use"), terms)
     elif left < request.memory:

@@ -696,6 +696,13 @@ def test_a_sleeping_gpu_that_no_process_has_open_holds_nothing(tmp_path: Path) -
     assert (device.processes, device.memory_used) == ((), 0)
 
 
+def test_a_sleeping_gpu_of_unknown_size_says_what_would_tell_it(tmp_path: Path) -> None:
+    snapshot = looked_twice(IntelTree(tmp_path, MACHINES["asleep"]))
+
+    for field in ("memory_total", "memory_free"):
+        assert why(snapshot, field) == "its size is not told while it sleeps; any use wakes it"
+
+
 def test_what_a_process_holds_on_a_sleeping_gpu_is_unknown(tmp_path: Path) -> None:
     device = only(looked_twice(loaded(IntelTree(tmp_path, MACHINES["asleep"]))))
 

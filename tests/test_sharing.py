@@ -72,6 +72,7 @@ STRANGER = a_process(9, user="mallory", uid=6666, memory_used=10 * GIB)
     ("device", "sharing", "memory", "said"),
     [
         pytest.param(a_device(0, memory_used=None), UNSHARED, 10, Reason("its memory in use is unknown"), id="unknown"),
+        pytest.param(a_device(0, memory_total=None), UNSHARED, 10, Reason("its memory is unknown"), id="unknown size"),
         pytest.param(
             DEVICE,
             UNSHARED,

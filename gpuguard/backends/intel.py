@@ -59,9 +59,7 @@ _WENT_BACK = sentence("intel.went_back", "its counter went back")
 _STANDS = sentence("intel.counter_stands", "its counter stands at 0")
 _NO_COUNTERS = sentence("intel.no_counters", "the driver does not count the work of its processes")
 _HIDDEN = sentence("drm.hidden", "the processes of other users cannot be seen")
-_SIZE_ASLEEP = sentence(
-    "intel.size_asleep", "the GPU sleeps, and tells its size only while it is awake: any program that uses it wakes it"
-)
+_SIZE_ASLEEP = sentence("intel.size_asleep", "its size is not told while it sleeps; any use wakes it")
 _SUMMED = sentence("intel.summed", "the driver does not tell it: the sum of what its processes hold")
 _COUNTED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
 _RPM = sentence("intel.rpm", "the driver tells how fast the fans turn, and not how fast they can")
