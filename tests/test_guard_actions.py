@@ -26,6 +26,7 @@ from gpuguard.enforcement.limits import HOUR, REMEMBERED, ActionLimits, FailedCh
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, ON_PROCESSES
+from gpuguard.policies.view import RuleKind
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 
@@ -151,7 +152,9 @@ def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
 def outlives_sigkill(scene: Scene, **more: Any) -> None:
     """A process in the driver cannot be made here: one that was never killed looks the same."""
     devices = (a_uuid(0), "GPU-y")
-    killed = PastAction(procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), devices, live=True)
+    killed = PastAction(
+        procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), devices, live=True, policy="hogs"
+    )
     scene.context(**more).limits.record(killed)
 
 
@@ -159,11 +162,24 @@ def test_who_outlives_sigkill_is_given_up_its_device_quarantined_and_people_told
     outlives_sigkill(scene, notifier=(post := Post()), alarm=("ops", "mail"))
 
     (outcome,) = give_up_unkillable(scene.context(), scene.snapshot)
-    assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
+    said = "it outlived SIGKILL by 61s: no further signal can help"
+    assert outcome == actions.ActionOutcome("unkillable", said, scene.pid)
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()
-    happened = [(event.kind, event.outcome, event.pid) for event in scene.events if event.kind != "notify"]
-    given_up = [("kill", "unkillable", scene.pid), ("quarantine", "failed", None)]
-    assert happened == given_up  # here no claims are known
+    given_up, quarantine = (event for event in lines(scene) if event.kind != "notify")
+    assert given_up == Event(
+        time=0.0,
+        kind="kill",
+        outcome="unkillable",
+        devices=(a_uuid(0), "GPU-y"),
+        pid=scene.pid,
+        message=said,
+        facts=(("policy", "hogs"),),
+    )
+    reset = f"pid {scene.pid} outlived SIGKILL: the GPU needs a reset"
+    assert (quarantine.outcome, quarantine.message, quarantine.devices) == (  # here no claims are known
+        "failed", f"{reset}: there is no directory of claims to write it into", (a_uuid(0),),
+    )  # fmt: skip
+    assert {(verdict.policy, verdict.finding.why) for verdict in post.verdicts} == {("hogs", reset)}
     assert post.asked == ["ops", "mail"]
     assert scene.act().word == "refused"
 
@@ -217,7 +233,14 @@ def test_a_quarantine_ends_with_the_process_that_caused_it_and_when_its_memory_i
     scene.machine.change(0, processes=(), processes_plausible=True, memory_used=0, memory_free=80 * GIB)
     give_up_unkillable(scene.context(), scene.machine.sample(()))
     assert quarantined(directory) == []
-    assert [event.outcome for event in scene.events if event.kind == "quarantine"][-1] == "ended"
+    assert lines(scene)[-1] == Event(
+        time=0.0,
+        kind="quarantine",
+        outcome="ended",
+        devices=(a_uuid(0),),
+        pid=scene.pid,
+        message="the process is gone from the GPU, and its memory is back",
+    )
 
 
 def test_what_an_administrator_has_quarantined_stays_whatever_becomes_of_a_process(scene, directory):
@@ -359,15 +382,163 @@ def test_before_a_signal_it_is_asked_whether_the_condition_holds_for_that_very_p
     assert asked == [[scene.pid]]
 
 
+SEEN = "uses 41.0GiB, 40.0GiB are allowed"
+
+
+def a_line(scene: Scene, action: str, outcome: str, why: str = "", **facts: Any) -> Event:
+    """The line about the process of a scene; *facts* beside those of every line."""
+    known: dict[str, Any] = {
+        "policy": "a-policy", "rule": "memory", "step": 0, "uid": scene.process.uid, "uids": None,
+        "start_time_seconds": scene.start_time, "container": "c0ffee", **facts,
+    }  # fmt: skip
+    return Event(
+        time=0.0,
+        kind=action,
+        outcome=outcome,
+        user="alice",
+        devices=(a_uuid(0),),
+        pid=scene.pid,
+        message=f"{SEEN}: {why}" if why else SEEN,
+        facts=tuple(known.items()),
+    )
+
+
+def lines(scene: Scene) -> list[Event]:
+    assert all(abs(event.time - time.time()) < 60 for event in scene.events)
+    return [replace(event, time=0.0) for event in scene.events]
+
+
+def of_the_action(scene: Scene) -> dict[str, Any]:
+    [past] = scene.context().limits.past
+    return limits.facts_of(past)
+
+
+@pytest.mark.parametrize("action", ["terminate", "pause"])
+@pytest.mark.parametrize(("enforce", "outcome"), [(True, "about to"), (False, "dry run")])
+def test_the_line_of_an_action_says_whom_it_hits_why_and_by_which_policy(scene, action, enforce, outcome):
+    scene.row(container="c0ffee")
+    scene.act(action, enforce=enforce)
+
+    assert lines(scene) == [a_line(scene, action, outcome, **of_the_action(scene))]
+    [past] = scene.context().limits.past
+    assert (past.action, past.process, past.devices, past.live, past.policy, past.uid) == (
+        action, (scene.pid, scene.start_time), (a_uuid(0),), enforce, "a-policy", scene.process.uid,
+    )  # fmt: skip
+    assert past.memory_used == ((a_uuid(0), 40 * GIB),) and past.memory == 10 * GIB
+
+
+def test_the_line_of_what_was_not_done_says_why(scene, monkeypatch):
+    scene.row(container="c0ffee")
+    refused = scene.act("kill")
+    assert lines(scene) == [a_line(scene, "kill", "refused", refused.why)]
+    assert refused == actions.ActionOutcome("refused", refused.why, scene.pid, refused.failed)
+    assert refused.why == "it was not asked to end first: put terminate before kill"
+
+    scene.events.clear()
+    took = iter((0.0, actions.WRITE_SECONDS + 0.5))
+    monkeypatch.setattr(actions, "boot_clock", lambda: next(took))
+    late = scene.act()
+    assert late.why == "its line in the audit log took 1s to write: what was decided before is too old"
+    assert late == actions.ActionOutcome("refused", late.why, scene.pid, wait=0.0)
+    assert lines(scene)[1] == a_line(scene, "terminate", "refused", late.why)
+    assert scene.lives()
+
+    os.kill(scene.pid, signal.SIGKILL)
+    assert scene.dies()
+    scene.events.clear()
+    assert scene.act() == actions.ActionOutcome("gone", "it had ended before", scene.pid)
+    assert lines(scene) == [a_line(scene, "terminate", "gone", "it had ended before")]
+
+
+def test_without_a_line_nothing_is_done_and_that_is_the_outcome(scene):
+    scene.context(append=lambda event: False)
+
+    unwritten = "nothing could be written down, so nothing was done"
+    assert scene.act() == actions.ActionOutcome("not recorded", unwritten, scene.pid)
+    assert scene.act("log") == actions.ActionOutcome("not recorded")
+    assert scene.lives()
+
+
+def restricted(directory: LockDirectory, kind: str) -> dict[str, tuple[Restriction, float | None]]:
+    """What stands, without its times, and for how long each was made."""
+    marks = read_restrictions(directory, kind, time.time())
+    return {
+        name: (replace(mark, since=0.0, until=None), None if mark.until is None else mark.until - mark.since)
+        for name, mark in marks.items()
+    }
+
+
+@pytest.mark.parametrize(("options", "seconds"), [((("for", 60.0),), 60.0), ((), None)])
+def test_a_denial_names_the_user_the_policy_what_was_seen_and_how_long_it_lasts(scene, directory, options, seconds):
+    scene.context(directory=directory)
+    uid = str(scene.process.uid)
+
+    assert scene.act("deny", options=options, enforce=False) == actions.ActionOutcome("dry run")
+    assert restricted(directory, DENIED) == {}
+    assert scene.act("deny", options=options) == actions.ActionOutcome("done")
+    mark = Restriction(uid, 0.0, None, SEEN, "the policy a-policy", "alice", until_reboot=True)
+    assert restricted(directory, DENIED) == {uid: (mark, seconds)}
+    assert lines(scene) == [a_line(scene, "deny", word, container=None) for word in ("dry run", "about to")]
+
+
+@pytest.mark.parametrize("outlasts", [True, False])
+def test_a_quarantine_for_what_outlasts_a_boot_outlasts_it(scene, directory, outlasts):
+    scene.machine.devices.append(a_device(1))
+    scene.snapshot = scene.machine.sample(())
+    scene.context(directory=directory)
+    kind = RuleKind("memory", innocent=True, outlasts_boot=outlasts)
+
+    assert scene.act("quarantine", kind=kind) == actions.ActionOutcome("done")
+    mark = Restriction(a_uuid(0), 0.0, None, SEEN, "the policy a-policy", until_reboot=not outlasts)
+    assert restricted(directory, QUARANTINED) == {a_uuid(0): (mark, None)}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "a protected user": ("deny", {"protected": True}, "refused", "uid {uid} is protected"),
+    "a user of the system": ("deny", {"uid": 12}, "refused", "uid 12 is protected"),
+    "two users": ("deny", {"uid": None, "beside": True}, "refused", "no user in particular is meant"),
+    "no directory": ("deny", {"directory": None}, "failed", "there is no directory of claims to write it into"),
+    "no GPU": ("quarantine", {"device": None}, "refused", "no GPU is meant"),
+    "the only GPU": (
+        "quarantine",
+        {},
+        "refused",
+        "more than half of the GPUs would be out of service: ask an administrator",
+    ),
+    "no such action": ("nuke", {}, "failed", "there is no action 'nuke'"),
+    "no receiver": ("notify", {}, "failed", "there is no receiver"),
+    "no process": ("terminate", {"processes": ()}, "refused", "no process is meant"),
+}
+
+
+@pytest.mark.parametrize(("action", "facts", "word", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_is_said_and_written_down(scene, directory, action, facts, word, why):
+    uid = scene.process.uid
+    protected = frozenset({uid} if "protected" in facts else ())
+    scene.context(directory=facts.get("directory", directory), protected=protected)
+    subject = replace(scene.subject, **{name: facts[name] for name in ("uid", "device") if name in facts})
+    rows = (scene.process, replace(scene.process, pid=1, uid=uid + 1)) if "beside" in facts else (scene.process,)
+    finding = replace(scene.verdict().finding, subject=subject, processes=rows)
+    if "processes" in facts:
+        finding = replace(finding, subject=Subject("device", a_uuid(0)), processes=())
+
+    (outcome,) = actions.act(replace(scene.verdict(action), finding=finding), scene.snapshot, scene.context())
+    assert outcome == actions.ActionOutcome(word, why.format(uid=uid))
+    [event] = scene.events
+    assert (event.kind, event.outcome, event.message) == (action, word, f"{SEEN}: {outcome.why}")
+    assert restricted(directory, DENIED) == restricted(directory, QUARANTINED) == {}
+
+
 class Post:
     """Takes messages until it is full."""
 
     def __init__(self, answer: str = "queued") -> None:
-        self.asked: list[str] = []
+        self.asked, self.verdicts = list[str](), list[Verdict]()
         self.answer = answer
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
         self.asked.append(name)
+        self.verdicts.append(verdict)
         return self.answer
 
 
