@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, replace
 
 import pytest
-from builders import GIB, Scripted, a_device, a_process, a_snapshot
+from builders import GIB, Scripted, a_claim_record, a_device, a_process, a_snapshot
+from ladders import Finds
 from nodes import clock, eventually, start
 from own_claims import acquire
 
@@ -16,6 +17,7 @@ from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.limits import PastAction
 from gpuguard.errors import DriverUnresponsive
+from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.notify.templates import message_for
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, evaluate
@@ -78,6 +80,12 @@ A_HOG = a_device(memory_used=40 * GIB, processes=(a_process(memory_used=40 * GIB
 def looks(guard, number):
     """What is judged at so many looks."""
     return [guard.step() for _ in range(number)]
+
+
+def written(log, *kinds):
+    """The whole lines of these kinds, but for the time, which is now."""
+    assert all(abs(event.time - time.time()) < 60 for event in log)
+    return [replace(event, time=0.0) for event in log if event.kind in kinds]
 
 
 def outcomes(log, kind="terminate"):
@@ -193,9 +201,9 @@ def test_what_came_of_an_end_is_written_down_once(a_watchdog, log, monkeypatch, 
     guard = a_watchdog(Scripted(*snapshots(A_HOG, number=2), *snapshots(after, number=3)))
     looks(guard, 5)
 
-    written = [(event.outcome, event.message) for event in log if event.kind == "terminate"]
-    assert written == ([said] if said else [])
-    assert all((event.user, event.pid) == ("root", 4711) for event in log if event.kind == "terminate")
+    facts = (("policy", "hogs"), ("uid", 0), ("start_time_seconds", 9_000.0))
+    line = Event(time=0.0, kind="terminate", outcome="", user="root", devices=(uuid,), pid=4711, facts=facts)
+    assert written(log, "terminate") == ([replace(line, outcome=said[0], message=said[1])] if said else [])
 
 
 @pytest.mark.parametrize(("pause", "tries"), [(100.0, 3), (700.0, 1)])
@@ -322,7 +330,11 @@ def test_the_loop_survives_everything_and_says_so_once(a_watchdog, log):
     guard.run(Rounds(9, lambda: None))
 
     assert outcomes(log)
-    assert outcomes(log, "watchdog") == ["driver unresponsive", "failed", "watching again"]
+    assert written(log, "watchdog") == [
+        Event(time=0.0, kind="watchdog", outcome="driver unresponsive", message="no answer"),
+        Event(time=0.0, kind="watchdog", outcome="failed", message="a fault inside gpuguard: ValueError('odd')"),
+        Event(time=0.0, kind="watchdog", outcome="watching again"),
+    ]
 
 
 def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
@@ -386,7 +398,53 @@ def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
     guard = a_watchdog(Scripted(*samples), (replace(HOGS, hold=100.0),))
     looks(guard, 6)
 
-    assert outcomes(log, "note") == ["gap"]
+    assert written(log, "note") == [
+        Event(
+            time=0.0,
+            kind="note",
+            outcome="gap",
+            user="alice",
+            devices=(A_HOG.uuid,),
+            pid=4711,
+            message="the driver gives no list of processes: the time starts anew",
+            facts=(("policy", "hogs"), ("uid", 1001)),
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Trespass(Rule):
+    """Makes the guard look who came after a claim."""
+
+    kind = RuleKind("trespass", innocent=False, finds_trespassers=True)
+
+    def check(self, view):
+        return ()
+
+
+@pytest.mark.parametrize("rules", [(Trespass(),), HOGS.rules])
+def test_the_admin_is_told_once_of_a_process_that_was_there_before_a_claim_of_another_user(
+    a_watchdog, log, monkeypatch, rules
+):
+    monkeypatch.setattr(watchdog, "with_claims", lambda snapshot, *of: snapshot)
+    claim = a_claim_record(A_HOG, id="c1", uid=1002, user="bob", since=1_700_000_001.0)
+    before, *later = snapshots(A_HOG, number=4)
+    claimed = [replace(sample, claims=(claim,)) for sample in later]
+    guard = a_watchdog(Scripted(before, *claimed), (replace(HOGS, rules=rules, hold=100.0),))
+    looks(guard, 4)
+
+    line = Event(
+        time=0.0,
+        kind="claim",
+        outcome="others were there first",
+        user="alice",
+        devices=(A_HOG.uuid,),
+        pid=4711,
+        claim="c1",
+        message="no trespasser on the claim of bob: the process used the GPU before the claim came, or may have",
+        facts=(("uid", 1001),),
+    )
+    assert written(log, "claim") == ([line] if rules == (Trespass(),) else [])
 
 
 def test_the_admin_is_told_once_of_a_process_that_is_listed_after_its_end_and_of_none_that_is_just_ending(
@@ -399,7 +457,18 @@ def test_the_admin_is_told_once_of_a_process_that_is_listed_after_its_end_and_of
     samples = [a_snapshot(device, clock=10_000.0 + number) for number, device in enumerate(devices)]
     looks(a_watchdog(Scripted(*samples), ()), len(samples))
 
-    assert [(event.outcome, event.pid, event.user) for event in log] == [("process ended", 32, "alice")]
+    assert written(log, "note") == [
+        Event(
+            time=0.0,
+            kind="note",
+            outcome="process ended",
+            user="alice",
+            devices=(devices[0].uuid,),
+            pid=32,
+            message="the driver lists a process that has ended: a child of it may still hold the GPU",
+        )
+    ]
+    assert len(log) == 1
 
 
 def test_time_is_that_of_the_machine_and_goes_on_while_it_sleeps(a_watchdog, place):
@@ -444,10 +513,11 @@ class Post:
     """A sender that only writes down to whom it would send, and what."""
 
     def __init__(self):
-        self.sent = []
+        self.verdicts, self.bodies = [], []
 
     def notify(self, name, verdict, snapshot):
-        self.sent.append((name, verdict.finding.subject.user, message_for(verdict, snapshot).body))
+        self.verdicts.append((name, verdict))
+        self.bodies.append(message_for(verdict, snapshot).body)
         return "queued"
 
 
@@ -462,38 +532,78 @@ def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_w
     guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner"}))
     looks(guard, 4)
 
-    [event] = [event for event in log if event.kind == "note"]
-    assert (event.outcome, event.user, dict(event.facts)["uid"]) == ("breaker", None, None)
-    [(target, user, body)] = post.sent
-    assert (target, user) == ("ops", None)
-    assert "5 users would be acted on at once, more than 3" in body and "at_most" not in body
+    said = (
+        "5 users would be acted on at once, more than 3, and the finding rests on readings, which can go wrong for "
+        "everybody: no user is (user0, user1, user2, user3, user4)"
+    )
+    facts = (("policy", "hogs"), ("uid", None))
+    assert written(log, "note") == [Event(time=0.0, kind="note", outcome="breaker", message=said, facts=facts)]
+    [(target, verdict)] = post.verdicts
+    assert (target, verdict) == (
+        "ops",
+        Verdict(
+            policy="hogs",
+            finding=Finding("breaker", Subject("node"), said),
+            action="notify",
+            step=0,
+            since=10_001.0,
+            enforce=True,
+            options=(("to", "ops"),),
+            kind=watchdog.BREAKER,
+        ),
+    )
+    assert said in post.bodies[0] and "at_most" not in post.bodies[0]
     assert outcomes(log) == []
 
 
 @pytest.mark.parametrize(
-    ("action", "word", "told"),
+    ("action", "word", "pids", "told"),
     [
-        ("terminate", "sent", [("alice", (("to", "owner"), ("done", "terminate")))]),
-        ("terminate", "refused", []),
-        ("terminate", "dry run", []),
-        ("renice", "sent", []),
+        ("terminate", "sent", (1, 2, 3), {"alice": [1, 2], "bob": [3]}),
+        ("terminate", "sent", (3,), {"bob": [3]}),
+        ("terminate", "refused", (1, 2, 3), {}),
+        ("terminate", "dry run", (1, 2, 3), {}),
+        ("renice", "sent", (1, 2, 3), {}),
+        ("deny", "done", (None,), {"alice": [1, 2]}),
     ],
 )
-def test_users_are_written_to_about_what_was_done_to_them_if_it_does_harm(a_watchdog, monkeypatch, action, word, told):
+def test_users_are_written_to_about_what_was_done_to_them_if_it_does_harm(
+    a_watchdog, monkeypatch, action, word, pids, told
+):
     messages = []
 
     def act(verdict, *_):
         if verdict.action == "notify":
-            messages.append((verdict.finding.subject.user, verdict.options))
-        return (ActionOutcome(word, pid=4711),)
+            messages.append(verdict)
+        return tuple(ActionOutcome(word, pid=pid) for pid in pids)
 
+    alice, second, bob = a_process(1), a_process(2), a_process(3, uid=1002, user="bob")
+    found = Finding("x", Subject("user", uid=1001, user="alice"), "why", (alice, second, bob))
+    rule = Finds(lambda view: [found])
     monkeypatch.setattr(actions, "act", act)
-    policy = replace(HOGS, steps=(Step(action), Step("notify", 600.0, (("to", "owner"),))))
-    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=3)), (policy,), enforce=word != "dry run")
-    guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner"}))
+    policy = replace(
+        HOGS, rules=(rule,), steps=(Step(action), *(Step("notify", 600.0, (("to", to),)) for to in PEOPLE))
+    )
+    machine = replace(A_HOG, processes=(alice, second, bob))
+    guard = a_watchdog(Scripted(*snapshots(machine, number=3)), (policy,), enforce=word != "dry run")
+    guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner", "of another policy"}))
     looks(guard, 3)
 
-    assert messages == told
+    assert {verdict.finding.subject.user: pids_of(verdict) for verdict in messages} == told
+    assert {verdict.options for verdict in messages} == ({(("to", "owner"), ("done", action))} if told else set())
+    for verdict in messages:
+        assert verdict.finding.subject == replace(found.subject, **named(verdict.finding.processes[0]))
+
+
+PEOPLE = ("owner", "ops", "owner")
+
+
+def pids_of(verdict):
+    return [process.pid for process in verdict.finding.processes]
+
+
+def named(process):
+    return {"uid": process.uid, "user": process.user}
 
 
 @dataclass(frozen=True)
