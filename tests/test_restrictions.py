@@ -211,13 +211,82 @@ def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
     assert read_restrictions(directory, DENIED, time.time()).keys() == {"1001"}
 
 
-def test_a_longer_restriction_is_not_shortened_by_a_policy():
-    longer = Restriction("1", NOW, NOW + 100)
-    found = {"1": longer}
-    restrictions.extend(found, Restriction("1", NOW, NOW + 50))
-    restrictions.extend(found, Restriction("2", NOW, NOW + 50, "x" * 999))
+AN_HOUR = Restriction("1", NOW, NOW + 3600, "first")
 
-    assert (found["1"], len(found["2"].reason)) == (longer, restrictions.MAX_REASON)
+
+@pytest.mark.parametrize(
+    ("before", "fields", "counts"),
+    [
+        (None, {"until": NOW + 60}, True),
+        (AN_HOUR, {"until": NOW + 3600}, False),
+        (AN_HOUR, {"until": NOW + 3601}, True),
+        (AN_HOUR, {"until": None}, True),
+        (AN_HOUR, {"until": None, "process": (7, 1.0)}, False),  # it may end before the hour is over
+        (replace(AN_HOUR, until=None), {"until": NOW + 9000}, False),
+        (replace(AN_HOUR, until=None, process=(7, 1.0)), {"until": NOW + 9000}, False),
+    ],
+)
+def test_of_two_restrictions_about_one_subject_the_longer_one_counts(before, fields, counts):
+    new = Restriction("1", NOW, reason="then", **fields)
+    found = {"1": before} if before else {}
+    restrictions.extend(found, new)
+
+    assert found == {"1": new if counts else before}
+
+
+def test_a_reason_is_cut_where_it_is_longer_than_a_restriction_keeps():
+    found: dict[str, Restriction] = {}
+    for name, length in (("1", restrictions.MAX_REASON), ("2", restrictions.MAX_REASON + 1)):
+        restrictions.extend(found, Restriction(name, NOW, None, "x" * length))
+
+    assert {mark.reason for mark in found.values()} == {"x" * restrictions.MAX_REASON}
+
+
+def test_a_restriction_holds_from_its_beginning_until_just_before_its_end():
+    mark = Restriction("1", NOW, NOW + 20, begins=NOW + 10)
+
+    assert [mark.holds(NOW + second) for second in (9, 10, 19, 20)] == [False, True, True, False]
+    assert [mark.is_over(NOW + second) for second in (9, 10, 19, 20)] == [False, False, False, True]
+    assert Restriction("1", NOW).holds(NOW)
+
+
+UNTIL = time.strftime("%m-%d %H:%M", time.localtime(NOW))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "said"),
+    [
+        (restrictions.denial_text, {}, "new claims of uid 7 are denied by the administrator"),
+        (
+            restrictions.denial_text,
+            {"user": "bob\n", "by": "the policy\tp", "until": NOW, "reason": "too many\njobs"},
+            f"new claims of bob\\n are denied by the policy\\tp until {UNTIL}: too many\\njobs",
+        ),
+        (restrictions.quarantine_text, {}, "quarantined by the administrator"),
+        (
+            restrictions.quarantine_text,
+            {"by": "bob\n", "until": NOW, "reason": "XID 79\n"},
+            f"quarantined by bob\\n until {UNTIL}: XID 79\\n",
+        ),
+    ],
+)
+def test_a_restriction_says_who_decided_until_when_and_why(text, fields, said):
+    assert text(Restriction("7", NOW, **fields)) == said
+
+
+def test_a_user_is_told_what_keeps_them_from_each_device(directory):
+    restrict(directory, DENIED, "7", reason="")
+    restrict(directory, QUARANTINED, "GPU-1", reason="XID 79")
+    denied, quarantined = (
+        "new claims of uid 7 are denied by the administrator",
+        "quarantined by the administrator: XID 79",
+    )
+
+    def against(uid):
+        return restrictions.restrictions_against(directory, ["GPU-0", "GPU-1"], uid, time.time())
+
+    assert against(7) == {"GPU-0": denied, "GPU-1": quarantined}
+    assert against(8) == against(None) == {"GPU-1": quarantined}
 
 
 def test_a_quarantined_gpu_takes_its_instances_along(directory):
