@@ -28,7 +28,7 @@ from gpuguard.queue.priority import (
     permitted,
 )
 from gpuguard.queue.settings import QueueSettings, parse, read_queue_settings
-from gpuguard.queue.state import read_queue_facts
+from gpuguard.queue.state import expected_end, last_ends, read_queue_facts, used_by
 from gpuguard.yaml_files.decoder import Accounts
 
 NOW = 1_000_000.0
@@ -88,6 +88,7 @@ def test_the_bound_follows_the_waits_of_the_jobs_that_run_and_is_never_below_tha
 
     assert bound_now(rules, [], 9e9).bound == bound_now(rules, [0.0, HOUR / 2], 9e9).bound == HOUR
     assert bound_now(rules, [HOUR, 3 * HOUR], 9e9).bound == 6 * HOUR
+    assert bound_now(QueueRules(bound=0.0), [], 9e9).bound == 0.0
     # What a claim says of its wait could be forged.
     assert bound_now(rules, [0.0, 1e12], 9e9).bound == bound_now(rules, [0.0, 20 * DAY], 9e9).bound == 30 * DAY
 
@@ -97,6 +98,62 @@ def test_the_bound_is_at_most_one_and_a_half_times_the_time_for_which_there_is_w
 
     assert bound_now(rules, [DAY], 10 * HOUR).bound == 15 * HOUR
     assert bound_now(rules, [DAY], 0.0).bound == HOUR
+
+
+def test_what_a_user_is_charged_for_their_requests_is_added_to_what_they_have_used():
+    tickets = [
+        a_ticket(id="a1", user=1, since=NOW + 1, time_limit=10.0),
+        a_ticket(id="a2", user=1, since=NOW + 2, gpus=2, time_limit=10.0),
+        a_ticket(id="a3", user=1, since=NOW + 3, time_limit=10.0),
+        a_ticket(id="b", user=2, since=NOW + 9, time_limit=10.0),
+        a_ticket(id="c", user=3, since=NOW + 9, time_limit=10.0),
+    ]
+
+    assert ids(tickets, {1: 100.0, 2: 105.0, 3: 125.0}) == ["a1", "b", "a2", "c", "a3"]
+
+
+CLAIM = a_claim_record(since=NOW)
+
+
+@pytest.mark.parametrize(
+    ("fields", "now", "end"),
+    [
+        ({}, NOW, None),
+        ({"ends": NOW + 9}, NOW, NOW + 9),
+        ({"expected": NOW + 100}, NOW + 99, NOW + 100),
+        ({"expected": NOW + 100}, NOW + 100, NOW + 200),
+        ({"expected": NOW + 100, "ends": NOW + 150}, NOW + 100, NOW + 150),
+        ({"expected": NOW + 100, "ends": NOW + 250}, NOW + 100, NOW + 200),
+        ({"expected": NOW + 100, "since": None}, NOW + 50, NOW + 100),
+        ({"expected": NOW + 100, "since": None}, NOW + 100, NOW + 101),
+    ],
+)
+def test_a_claim_ends_as_its_users_earlier_jobs_did_but_no_later_than_at_its_limit(fields, now, end):
+    assert expected_end(replace(CLAIM, **fields), now) == end
+
+
+def test_a_device_is_free_when_the_last_claim_on_it_has_ended_if_all_of_them_end():
+    claims = [
+        replace(CLAIM, devices=("d0", "d1"), ends=NOW + 20),
+        replace(CLAIM, devices=("d1", "d2"), ends=NOW + 30),
+        replace(CLAIM, devices=("d2", "d3")),
+        replace(CLAIM, devices=("d2",), ends=NOW + 40),
+    ]
+
+    assert last_ends(claims, lambda claim: claim.ends) == {"d0": NOW + 20, "d1": NOW + 30}
+
+
+def test_the_use_of_the_claims_that_live_counts_by_their_devices_and_their_time_so_far():
+    claims = [
+        replace(CLAIM, uid=1, devices=("d0", "d1"), since=NOW - 100),
+        replace(CLAIM, uid=1, devices=("d2",), since=NOW - 1),
+        replace(CLAIM, uid=0, devices=("d3",), since=NOW - 5),
+        replace(CLAIM, uid=2, devices=("d4",), since=NOW + 5),  # by a clock that was set since
+        replace(CLAIM, uid=3, devices=("d5",), since=None),
+        replace(CLAIM, uid=-1, devices=("d6",), since=NOW - 100),
+    ]
+
+    assert used_by(claims, NOW) == {1: 201.0, 0: 5.0, 2: 0.0}
 
 
 def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():
