@@ -1,6 +1,7 @@
 """Claims: all or nothing, kept as long as any process of the job lives, never taken away; what they wait for."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -8,18 +9,19 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
 from own_claims import acquire, preview
 
 from gpuguard import model
-from gpuguard.claims.claim import Claim
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
-from gpuguard.model import HEALTH, IDLE_PROCESSES, Snapshot
+from gpuguard.model import HEALTH, IDLE_PROCESSES, ClaimRecord, Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import MAY_START
@@ -83,6 +85,50 @@ def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descri
         leftover.communicate(b"\n")
 
 
+def test_the_record_of_a_claim_says_what_its_job_is_and_when_it_ends(directory, claim):
+    claim.memory, claim.most, claim.max_processes = 10 * GIB, 2, 3
+    before = time.time()
+    job = JobDetails("a note", ("python", "x y.py"), time_limit=60.0, waited=1.23456, job="17.3")
+    claim.write_record(directory, job)
+    [record] = read_records(directory)
+
+    assert before + 59.99 <= record.ends <= time.time() + 60.01
+    assert replace(record, ends=None, written=None, uid=0, user="") == ClaimRecord(
+        id=claim.id,
+        devices=(claim[0].uuid,),
+        uid=0,
+        user="",
+        pid=os.getpid(),
+        since=claim.since,
+        note="a note",
+        command=("python", "x y.py"),
+        memory=10 * GIB,
+        most=2,
+        max_processes=3,
+        waited=1.235,
+        job="17.3",
+    )
+
+
+def test_the_record_of_a_job_of_which_nothing_is_known_says_only_whose_devices_they_are(directory, claim):
+    since = claim.since
+    claim.write_record(directory)
+    content = json.loads(Path(claim._record.path).read_bytes())
+
+    assert content == {
+        "schema": 1,
+        "id": claim.id,
+        "devices": [claim[0].uuid],
+        "pid": os.getpid(),
+        "since": since,
+        "ends": None,
+        "expected": None,  # room for it
+        "note": None,
+        "command": [],
+        "descriptors": [claim.pass_fds[0]],
+    }
+
+
 def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory, claim):
     code = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_UN)"
     words = [sys.executable, "-c", code, str(claim.pass_fds[0])]
@@ -97,16 +143,20 @@ def test_reassert_reports_a_device_that_another_process_has_locked_meanwhile(dir
     fcntl.flock(claim.pass_fds[0], fcntl.LOCK_UN)
     thief = open_lock(directory, claim[0].uuid)
     assert try_flock(thief)
-    with pytest.raises(ClaimLost, match="another process"):
+    with pytest.raises(ClaimLost) as lost:
         claim.reassert()
     os.close(thief)
+
+    path = directory.lock_path(claim[0].uuid)
+    assert str(lost.value) == (f"{path} is locked by another process: the job, or a process in it, had unlocked it.")
 
 
 def test_reassert_reports_a_lock_file_that_was_removed(directory, claim):
     os.unlink(directory.lock_path(claim[0].uuid))
 
-    with pytest.raises(ClaimLost, match="removed or replaced"):
+    with pytest.raises(ClaimLost) as lost:
         claim.reassert()
+    assert str(lost.value) == f"the lock file {directory.lock_path(claim[0].uuid)} was removed or replaced."
 
 
 def test_a_planted_lock_file_takes_its_device_out_of_the_choice(directory: LockDirectory) -> None:

@@ -314,18 +314,49 @@ def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(machine, direc
     assert [record.id for record in probe(directory, [machine.devices[0].uuid])] == ["forged"]
 
 
-def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(directory, monkeypatch):
-    with acquire(Machine(a_device(0)), wanting(10), directory) as claim:
-        environment = claim.environment()
-        assert environment["GPUGUARD_MEMORY"] == str(10 * GIB)
-        assert environment["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
-        assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.1250"
-        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".05")
-        assert claim.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".05"
-        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".05")
-        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in claim.environment()
-    with acquire(Machine(a_device(0)), ALONE, directory) as claim:
-        assert not set(hold.SHARE_VARIABLES) & set(claim.environment())
+OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("totals", "environ", "fraction"),
+    [
+        ((80,), {}, "0.1250"),
+        ((80, 40), {}, "0.1250"),  # it is the same for all devices of the job
+        ((30,), {}, "0.3333"),
+        ((10,), {}, "1.0000"),
+        ((8,), {}, "1.0000"),
+        ((80,), {OLD: ".05"}, ".05"),
+        ((80,), {OLD: "0.125"}, "0.125"),
+        ((80,), {OLD: "0.2"}, "0.1250"),
+        ((80,), {OLD: "0"}, "0.1250"),
+        ((80,), {OLD: "1.2.3"}, "0.1250"),
+        ((80,), {NEW: ".05"}, None),
+        ((80, None), {}, None),
+        ((), {}, None),
+    ],
+)
+def test_frameworks_are_told_a_share_of_10_gib_and_keep_a_smaller_one_of_the_users(totals, environ, fraction):
+    devices = [a_device(i, memory_total=total and total * GIB) for i, total in enumerate(totals)]
+    told = {"GPUGUARD_MEMORY": str(10 * GIB), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+    assert hold.share_environment(10 * GIB, devices, environ) == told | ({OLD: fraction} if fraction else {})
+
+
+def test_the_environment_of_a_job_names_its_devices_its_claim_and_its_share(directory):
+    two = Machine(a_device(0), a_device(1), a_device(2))
+    devices = Request(devices=("1", "2"), num_gpus=2)
+    with acquire(two, devices, directory) as claim:
+        uuids = ",".join(device.uuid for device in claim)
+        own = {"GPUGUARD_CLAIM": claim.id, "GPUGUARD_GPUS": uuids}
+        assert claim.environment() == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2", **own}
+        assert claim.environment("uuid")["CUDA_VISIBLE_DEVICES"] == uuids
+        assert repr(claim) == f"<Claim {claim.id} of 1, 2>"
+    assert repr(claim) == f"<Claim {claim.id} of 1, 2, released>"
+    assert repr(Claim("abc", (), ())) == "<Claim abc of no GPU>"
+    with acquire(two, wanting(10), directory) as claim:
+        assert {name: claim.environment()[name] for name in hold.SHARE_VARIABLES} == hold.share_environment(
+            10 * GIB, claim.devices, os.environ
+        )
 
 
 def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(machine, directory, monkeypatch):

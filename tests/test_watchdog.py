@@ -15,10 +15,11 @@ from gpuguard import procfs, watchdog
 from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import PastAction
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Event, Finding, Subject, Verdict
-from gpuguard.notify.templates import message_for
+from gpuguard.notify.templates import Template, message_for
 from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
@@ -27,7 +28,7 @@ from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.view import Rule, RuleKind
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
-from gpuguard.watchdog import Watchdog, pace
+from gpuguard.watchdog import SiteRules, Watchdog, pace
 
 HOGS = Policy(
     "hogs", (MemoryRule(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True
@@ -223,6 +224,40 @@ def test_a_step_that_a_check_holds_up_goes_on_waiting_after_a_pause_that_is_not_
     looks(guard, 4)
 
     assert tried == ["terminate"] * tries
+
+
+def test_what_a_policy_file_says_of_the_guard_is_so_for_each_action(a_watchdog, directory, monkeypatch):
+    seen = []
+    monkeypatch.setattr(actions, "act", lambda verdict, snapshot, context: seen.append((snapshot, context)) or ())
+    step = Step("notify", 0.0, (("to", "ops"),))
+    monkeypatch.setattr(watchdog.HostUses, "groups", lambda host, snapshot: {1001: frozenset({"staff"})})
+    before, *later = snapshots(A_HOG, number=4)
+    empty = replace(before, devices=(replace(A_HOG, processes=(), memory_used=0),))
+    policy, backend = replace(HOGS, steps=(step,)), Scripted(empty, *later)
+    guard = a_watchdog(backend, (policy,), directory=directory, enforce=True, share_host_pids=True)
+    guard.site_rules = SiteRules(
+        policies=(policy,),
+        interval=(1.0, 7.0),
+        protected=Protected(uids=frozenset({7}), groups=frozenset({"staff"}), executables=("/opt/*",)),
+        per_minute=17,
+        per_hour=23,
+        longest_keep=99.0,
+        notifier=Post(),
+        language="zh",
+        templates={"zh": Template(body="x")},
+    )
+    looks(guard, 3)
+
+    [(snapshot, context)] = seen
+    process = (4711, 1000.0)
+    assert (snapshot.devices, context.backend, context.directory) == ((A_HOG,), backend, directory)
+    assert (context.enforce, context.share_host_pids, context.interval) == (True, True, 7.0)
+    assert (context.protected, context.protected_executables) == (frozenset({7, 1001}), ("/opt/*",))
+    assert (context.limits.per_minute, context.limits.per_hour, context.longest_keep) == (17, 23, 99.0)
+    assert (context.notifier, context.language, context.alarm) == (guard.site_rules.notifier, "zh", ("ops",))
+    assert context.templates == guard.site_rules.templates
+    assert context.arrived(A_HOG.uuid, process) == later[0].clock
+    assert context.member(process).process == process
 
 
 @pytest.mark.parametrize("only_looks", [False, True])
