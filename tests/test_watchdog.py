@@ -447,6 +447,38 @@ def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
     ]
 
 
+def test_a_lock_of_several_users_or_of_no_process_that_shows_is_told_once_while_it_lasts(
+    a_watchdog, log, directory, monkeypatch
+):
+    monkeypatch.setattr(watchdog, "with_claims", lambda snapshot, *of: snapshot)
+    monkeypatch.setattr(watchdog, "hidden_claim_text", lambda paths: " and ".join(paths))
+    several = a_claim_record("d0", id="c1", user="al and bob", holders=(7, 8), hidden=True)
+    unseen = a_claim_record("d1", "d2", id="c2", hidden=True)
+    shared = a_claim_record("d3", id="c3", slots=("d3.slot0",), hidden=True)
+    good = a_claim_record("d4", id="c4", holders=(9,))
+    rounds = ((several, good), (several, unseen, shared, good), (unseen,), (several, unseen))
+    samples = [
+        replace(sample, claims=claims) for sample, claims in zip(snapshots(A_HOG, number=4), rounds, strict=True)
+    ]
+    looks(a_watchdog(Scripted(*samples), (), directory=directory), 4)
+
+    of_several = Event(
+        time=0.0,
+        kind="claim",
+        outcome="held by several users",
+        devices=("d0",),
+        claim="c1",
+        message="the lock of the GPU is held by processes of al and bob together, and no record says whose it is.  It "
+        "counts as no claim, and is free when all of them have ended",
+    )
+    paths = [directory.lock_path(name) for name in ("d1", "d2", "d3.slot0")]
+    hidden = Event(
+        time=0.0, kind="claim", outcome="hidden", devices=("d1", "d2"), claim="c2", message=" and ".join(paths[:2])
+    )
+    of_share = replace(hidden, devices=("d3",), claim="c3", message=paths[2])
+    assert written(log, "claim") == [of_several, hidden, of_share, of_several]
+
+
 @dataclass(frozen=True)
 class Trespass(Rule):
     """Makes the guard look who came after a claim."""
