@@ -321,6 +321,27 @@ def test_every_key_is_read_in_its_unit():
     )
 
 
+@pytest.mark.parametrize("how", ["none", "good", "faulty", "a directory", "too large"])
+def test_what_is_read_of_a_file_says_where_it_lies_and_what_is_wrong_with_it(tmp_path, how):
+    path = tmp_path / "line.yaml"
+    if how == "a directory":
+        path.mkdir()
+    elif how != "none":
+        texts = {"good": "bound: 8h\n# \u4f60\n", "faulty": "bound: 8\n", "too large": "x" * (2**20 + 1)}
+        path.write_text(texts[how])
+    said = {
+        "good": {"rules": QueueRules(bound=8 * 3600.0), "text": "bound: 8h\n# \u4f60\n"},
+        "faulty": {"text": "bound: 8\n"},
+    }
+
+    site = read_queue_settings(path=str(path))
+    assert replace(site, faults=()) == QueueSettings(path=str(path), **said.get(how, {}))
+    assert [(fault.line, fault.column) for fault in site.faults] == {
+        "none": [], "good": [], "faulty": [(1, 8)], "a directory": [(0, 0)], "too large": [(0, 0)]
+    }[how]  # fmt: skip
+    assert all(fault.text for fault in site.faults)
+
+
 def test_the_example_has_every_key():
     words = EVERYTHING.decode()
 

@@ -17,7 +17,15 @@ from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket
-from gpuguard.queue.reasons import certain_start, kept_for_others, position_text, start_text
+from gpuguard.queue.reasons import (
+    brief_text,
+    certain_start,
+    kept_for_others,
+    passing_text,
+    position_text,
+    reserved_now,
+    start_text,
+)
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings, parse
 from gpuguard.queue.state import QueueFacts, QueueState
@@ -302,6 +310,7 @@ def test_what_needs_no_plan():
     assert explained(a_position(start=NOW + 7200)) == "starts in about 2h"
     assert explained(a_position(start=NOW - 5)) == "starts in a moment"
     assert explained(a_position(start=NOW + 0.4)) == "starts in a moment"
+    assert explained(a_position(start=NOW + 1)) == "starts in about 1s"
 
 
 def test_a_request_that_is_not_queued_yet_has_no_number():
@@ -382,6 +391,86 @@ def test_a_start_at_the_end_of_a_reservation_is_said_so():
 
     assert explained(a_position(start=NOW + HOUR), reservations=(reservation,)) == f"starts in about 1h, {after}"
     assert explained(a_position(start=NOW + HOUR + 1), reservations=(reservation,)) == "starts in about 1h"
+    over = replace(reservation, ends=NOW)
+    assert explained(a_position(start=NOW), reservations=(over,)) == (
+        f"starts in a moment, after the reservation of eve until {clock_text(NOW, NOW)}"
+    )
+
+
+def test_a_device_that_the_driver_does_not_show_any_more_is_called_by_its_uuid():
+    claim = a_claim_record("GPU-gone", user="bob", ends=NOW + HOUR)
+
+    assert explained(a_position(start=NOW + HOUR, devices=("GPU-gone",)), claims=(claim,)) == (
+        "starts in about 1h, when GPU-gone is free: time limit of bob's job"
+    )
+
+
+def test_on_a_terminal_only_the_reason_is_given_and_the_position():
+    endless = a_claim_record(FIRST, user="bob", since=None)
+    queue = a_queue(mine := a_position(), a_position("other", 2), claims=(endless,))
+    certain = a_position(start=NOW + HOUR, latest=NOW + 2 * HOUR)
+
+    assert start_text(mine, queue, brief=True) == "the job of bob has no time limit"
+    assert brief_text(mine, queue) == "the job of bob has no time limit (1 of 2 in the queue)"
+    assert brief_text(certain, a_queue(certain)) == "starts in about 1h (1 of 1 in the queue)"
+    assert brief_text(a_position(after="it is denied"), queue) == "not queued yet: it is denied"
+
+
+IN_USE = "GPU 0: 79.0GiB in use, by no process that is visible; an idle GPU may hold 512MiB (--tolerance)"
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ({"memory_used": 79 * 2**30}, IN_USE),  # nobody can tell when that ends
+        ({"processes": (a_process(9, uid=7, user="eve"),)}, None),
+        ({"compute_mode": "exclusive_process"}, None),
+        ({"memory_total": 2**30, "memory_used": 0}, None),
+    ],
+)
+def test_what_keeps_a_share_off_its_device_is_told_unless_the_plan_knows_it(device, text):
+    share = Request(share=True, memory=2 * 2**30)
+    position = a_position(request=share, start=NOW + HOUR)
+    queue = replace(a_queue(position), snapshot=a_snapshot(a_device(0, **device), a_device(1)))
+
+    assert start_text(position, queue) == (f"start unknown: {text}" if text else "starts in about 1h")
+    elsewhere = replace(position, devices=(SECOND,))
+    assert start_text(elsewhere, queue) == "starts in about 1h"
+    gone = replace(position, request=replace(share, devices=("7",)))
+    assert start_text(gone, queue) == "starts in about 1h"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, f"shorter jobs may start first until {clock_text(NOW + HOUR, NOW)}"),
+        ({"since": NOW - 1}, f"shorter jobs may start first until {clock_text(NOW + HOUR - 1, NOW)}"),
+        ({"since": NOW - HOUR}, "only jobs that probably end before its GPUs are free start first"),
+        ({"now": True}, None),
+        ({"after": "it is denied"}, None),
+        ({"request": None}, None),
+    ],
+)
+def test_until_when_shorter_jobs_may_start_first_is_told_where_no_start_was_promised(fields, said):
+    position = a_position(**{"since": NOW, **fields})
+    promised = replace(position, ticket=replace(position.ticket, promise=NOW + 60))
+
+    assert passing_text(position, replace(a_queue(position), bound=HOUR)) == said
+    assert passing_text(promised, replace(a_queue(promised), bound=HOUR)) is None
+
+
+def test_a_device_is_kept_for_a_reservation_that_has_begun_and_could_have_no_other():
+    now = time.time()
+    begun = Reservation("r", 0, 7, "eve", 1, now, now + HOUR, (FIRST, SECOND))
+    later = Reservation("q", 0, 8, "zoe", 2, now + 60, now + HOUR, (FIRST, SECOND))
+    reserved = ReservationCalendar((ReservationStatus(begun), ReservationStatus(later)), now=now)
+    text = f"kept for eve's reservation until {clock_text(now + HOUR, now)}"
+    machine = a_snapshot(*DEVICES)
+
+    assert list(reserved_now(machine, reserved).values()) == [text]
+    assert reserved_now(replace(machine, claims=(a_claim_record(FIRST),)), reserved) == {SECOND: text}
+    assert reserved_now(replace(machine, quarantined={SECOND: "XID 79"}), reserved) == {FIRST: text}
+    assert reserved_now(machine, ReservationCalendar((ReservationStatus(later),), now=now)) == {}
 
 
 def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
@@ -412,6 +501,10 @@ def test_where_the_start_is_unknown_the_reason_is_given():
     late = a_claim_record(FIRST, id="a", ends=NOW - 10)
     expected = a_claim_record(SECOND, id="b", expected=NOW - 10)
     assert explained(both, claims=(late, expected)) == f"{unknown}a job is over its time"
+    beside = replace(
+        a_queue(both, claims=(late,)), snapshot=a_snapshot(a_device(0), a_device(1, processes=(a_process(),)))
+    )
+    assert start_text(both, beside) == f"{unknown}a job is over its time"
     assert explained(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
     assert explained(both, claims=(replace(free, uid=-1, user="unknown"),)) == (
         f"{unknown}the job of an unknown user has no time limit"
