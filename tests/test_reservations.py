@@ -25,7 +25,9 @@ from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservations import (
     LOOKED_SECONDS,
+    MOST_COUNTED,
     ReservationStatus,
+    clock_text,
     judge,
     read_reservations,
     record_arrival,
@@ -79,18 +81,33 @@ def test_a_reservation_that_is_over_does_not_count_against_the_quota():
     assert [(status.why_not, status.over) for status in judged] == [("", True), ("", False)]
 
 
+BEYOND = " (line.yaml of the site says so; root may reserve more)"
+TOGETHER = ", all their reservations together"
+AHEAD = {"begins": 14 * 24 * HOUR}  # as far as users may
+
+
 @pytest.mark.parametrize(
     ("reservation", "keys", "said"),
     [
-        (a_reservation(gpus=3), KEYS, "2 GPUs at a time"),
-        (a_reservation(), replace(KEYS, devices=0), "no GPUs"),
-        (a_reservation(hours=25), KEYS, "for 1d at most"),
-        (a_reservation(begins=15 * 24 * HOUR), KEYS, "14d ahead at most"),
+        (a_reservation(gpus=2), KEYS, ""),
+        (a_reservation(gpus=3), KEYS, f"users may reserve 2 GPUs at a time here{TOGETHER}"),
+        (a_reservation(gpus=2), replace(KEYS, devices=1), f"users may reserve 1 GPU at a time here{TOGETHER}"),
+        (a_reservation(), replace(KEYS, devices=0), f"users may reserve no GPUs at a time here{TOGETHER}"),
+        (a_reservation(hours=24 + 1 / HOUR), KEYS, ""),  # a moment more, of the command that says it
+        (a_reservation(hours=24 + 2 / HOUR), KEYS, "users may reserve for 1d at most here"),
+        (a_reservation(**AHEAD, made=NOW - 1), KEYS, ""),
+        (a_reservation(**AHEAD, made=NOW - 2), KEYS, "users may reserve 14d ahead at most here"),
     ],
 )
 def test_users_may_not_have_more_longer_or_earlier_and_root_may(reservation, keys, said):
-    assert said in reasons(reservation, keys=keys)[0]
+    assert reasons(reservation, keys=keys) == [f"{said}{BEYOND}" if said else ""]
     assert reasons(replace(reservation, maker=0), keys=keys) == [""]
+
+
+def test_no_more_reservations_count_than_can_be_planned_with():
+    many = [a_reservation(maker=0, begins=number * HOUR) for number in range(MOST_COUNTED + 1)]
+
+    assert reasons(*many) == [*[""] * MOST_COUNTED, f"there are more than {MOST_COUNTED} already"]
 
 
 def test_a_reservation_for_which_earlier_ones_leave_no_room_does_not_count_even_if_it_is_roots():
@@ -108,7 +125,10 @@ def test_a_refusal_says_from_when_on_there_are_enough():
     first = a_reservation(gpus=7, maker=0)
     known, wanted = a_reserved(ReservationStatus(first)), a_reservation(2, gpus=2, begins=1.5 * HOUR, id="")
 
-    assert "and enough from " in what_if(wanted, known, UUIDS)
+    assert what_if(wanted, known, UUIDS) == (
+        f"earlier reservations leave too few GPUs at that time, and enough from {clock_text(first.ends, NOW)} on"
+    )
+    assert what_if(replace(wanted, num_gpus=9, maker=0), known, UUIDS) == "only 8 of its GPUs are there"
     assert what_if(replace(wanted, begins=first.ends, ends=first.ends + HOUR), known, UUIDS) == ""
 
 
@@ -118,7 +138,9 @@ NO_SHOW = KEYS.no_show
 def test_it_is_over_when_its_user_has_no_claim_in_time_and_a_later_claim_does_not_bring_it_back():
     reservation = a_reservation(begins=0.0, made=NOW - HOUR)
 
-    assert [is_over(reservation, now=NOW + NO_SHOW + late) for late in (-1, 0)] == [False, True]
+    assert statuses(reservation, now=NOW + NO_SHOW - 1) == [ReservationStatus(reservation, "", NOW + NO_SHOW)]
+    missed = ReservationStatus(reservation, "", NOW + NO_SHOW, over=True)
+    assert statuses(reservation, now=NOW + NO_SHOW) == [missed]
     for late in (0, 1):
         assert is_over(reservation, now=NOW + NO_SHOW + 2, claims=(a_claim(since=NOW + NO_SHOW + late),))
 
@@ -131,6 +153,21 @@ def test_a_user_who_has_a_claim_keeps_it_until_its_end():
     for claim, over in ((a_claim(2), True), (a_claim(1, "elsewhere"), True), (a_claim(since=None), False)):
         assert is_over(reservation, now=NOW + 8 * HOUR, claims=(claim,)) is over
     assert not statuses(reservation, now=NOW + 9 * HOUR, claims=(a_claim(),))
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (0, "%H:%M"),
+        (23 * HOUR, "%a %d %b %H:%M"),
+        (31 * 24 * HOUR, "%a %d %b %H:%M"),
+        (365 * 24 * HOUR, "%a %d %b %H:%M"),
+    ],
+)
+def test_a_time_of_another_day_has_its_date(later, said):
+    noon = time.mktime((2027, 1, 15, 12, 0, 0, 0, 0, -1))
+
+    assert clock_text(noon + later, noon) == time.strftime(said, time.localtime(noon + later))
 
 
 def test_between_two_jobs_it_stays_for_as_long_as_its_user_is_awaited():
