@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import (
@@ -26,7 +27,8 @@ from builders import (
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, ClaimRecord, Device, ProcessStat, Subject
 from gpuguard.policies.expression import ExpressionRule, parse_expression
-from gpuguard.policies.idle import IdleRule
+from gpuguard.policies.idle import AgeRule, IdleRule
+from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.thresholds import (
     HealthRule,
     HostCpuRule,
@@ -38,15 +40,18 @@ from gpuguard.policies.thresholds import (
     UtilizationRule,
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule, slopes
+from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import (
     HostUse,
     MachineUse,
+    Rule,
     RuleView,
     UserUse,
     ValueSeries,
     device_subject,
     index_sample,
     key_of,
+    process_subject,
 )
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 
@@ -322,6 +327,260 @@ def test_what_a_user_takes_of_the_machine_is_said_with_what_is_allowed():
     assert found(HostMemoryRule(parse_host_memory_amount("51GiB")), machine=MACHINE) == []
     (more,) = found(HostMemoryRule(parse_host_memory_amount("50GiB")), machine=MACHINE)
     assert more.why == "uses 51.0GiB of the machine's memory, 50GiB is allowed"
+
+
+TWO_OF_ALICE = a_process(1, memory_used=30 * GIB), a_process(2, memory_used=20 * GIB)
+NAMELESS = a_process(3, uid=7, user=None, memory_used=30 * GIB)
+THIRTY, NOTHING = parse_memory_amount("30GiB"), parse_memory_amount("0GiB")
+HELD_BY_ALICE = {"claims": (a_claim_record(id="c1"),)}
+WARM = a_device(temperature=85.4, power_draw=300.4, power_limit=None, utilization=50.04)
+
+# rule, devices, what else is known -> subject, which processes are meant, why
+FOUND: dict[str, tuple[Rule, tuple[Device, ...], dict[str, Any], tuple[Subject, list[int], str] | None]] = {
+    "memory of a process": (
+        MemoryRule(parse_memory_amount("29GiB")),
+        (a_device(processes=TWO_OF_ALICE),),
+        {},
+        (process_subject(a_device(), TWO_OF_ALICE[0]), [1], "uses 30.0GiB of GPU 0, 29GiB is allowed"),
+    ),
+    "as much memory as is allowed": (MemoryRule(THIRTY), (a_device(processes=TWO_OF_ALICE),), {}, None),
+    "any memory": (
+        MemoryRule(NOTHING, per="device"),
+        (a_device(memory_used=1),),
+        {},
+        (device_subject(a_device()), [], "uses 1B of GPU 0, 0GiB is allowed"),
+    ),
+    "memory of a user": (
+        MemoryRule(THIRTY, per="user"),
+        (a_device(processes=(*TWO_OF_ALICE, NAMELESS)),),
+        {},
+        (
+            Subject("user", a_uuid(0), uid=1001, user="alice"),
+            [1, 2],
+            "uses 50.0GiB of GPU 0, 30GiB is allowed",
+        ),
+    ),
+    "memory of a claim": (
+        MemoryRule(THIRTY, per="claim"),
+        (a_device(processes=(*TWO_OF_ALICE, NAMELESS)),),
+        HELD_BY_ALICE,
+        (
+            Subject("claim", a_uuid(0), uid=1001, claim="c1", user="alice"),
+            [1, 2],
+            "uses 50.0GiB of GPU 0, 30GiB is allowed",
+        ),
+    ),
+    "heat": (
+        TemperatureRule(84.5),
+        (WARM,),
+        {},
+        (device_subject(WARM), [], "GPU 0 has 85C, 84.5C is allowed"),
+    ),
+    "power in watts": (
+        PowerRule(parse_power_amount("300W")),
+        (WARM,),
+        {},
+        (device_subject(WARM), [], "GPU 0 draws 300W, 300W is allowed"),
+    ),
+    "power in percent": (
+        PowerRule(parse_power_amount("95%")),
+        (POWER,),
+        {},
+        (device_subject(POWER), [], "GPU 0 draws 345W, 95% of 350W is allowed"),
+    ),
+    "power in percent of an unknown limit": (PowerRule(parse_power_amount("95%")), (WARM,), {}, None),
+    "unknown power": (PowerRule(parse_power_amount("95%")), (a_device(power_draw=None),), {}, None),
+    "busy": (
+        UtilizationRule(above=50.0),
+        (WARM,),
+        {},
+        (device_subject(WARM), [], "utilization of GPU 0 is 50%, at most 50% is allowed"),
+    ),
+    "not busy": (
+        UtilizationRule(below=62.5),
+        (WARM,),
+        {},
+        (device_subject(WARM), [], "utilization of GPU 0 is 50%, at least 62.5% is expected"),
+    ),
+    "processes on a GPU": (
+        ProcessesRule(above=2),
+        (THREE,),
+        {},
+        (device_subject(THREE), [], "3 processes compute on GPU 0, 2 processes are allowed"),
+    ),
+    "processes of a user": (
+        ProcessesRule(above=1, per="user"),
+        (THREE,),
+        {},
+        (
+            Subject("user", a_uuid(0), uid=1001, user="alice"),
+            [3, 2],
+            "3 processes compute on GPU 0, 1 processes are allowed",
+        ),
+    ),
+    "faults": (
+        HealthRule(
+            problems=("lost", "*pending*"),
+            throttle_reasons=("hw*",),
+            ecc_corrected_above=1,
+            ecc_uncorrected_above=0,
+            retired_pages_above=2,
+            remapped_rows_above=3,
+            with_processes=True,
+        ),
+        (
+            a_device(
+                problems=("row remap pending", "other", "lost"),
+                throttle_reasons=("hw slowdown", "sw power cap"),
+                ecc_corrected_volatile=2,
+                ecc_uncorrected_volatile=1,
+                retired_pages=3,
+                remapped_rows=4,
+                processes=(NAMELESS,),
+            ),
+        ),
+        {},
+        (
+            device_subject(a_device()),
+            [3],
+            "row remap pending, lost; slowed down by hw slowdown; 2 corrected memory errors, 1 are allowed; "
+            "1 uncorrected memory errors, 0 are allowed; 3 retired pages, 2 are allowed; "
+            "4 remapped rows, 3 are allowed",
+        ),
+    ),
+    "as many faults as are allowed": (
+        HealthRule(ecc_corrected_above=2, ecc_uncorrected_above=1, retired_pages_above=3),
+        (a_device(ecc_corrected_volatile=2, ecc_uncorrected_volatile=1, retired_pages=3),),
+        {},
+        None,
+    ),
+    "memory of the machine": (
+        HostMemoryRule(parse_host_memory_amount("50%")),
+        (a_device(processes=(NAMELESS,)),),
+        {"machine": replace(MACHINE, users={1: UserUse("daemon", 1.0, 51 * GIB), 0: UserUse("root", 1.0, 90 * GIB)})},
+        (
+            Subject("user", uid=1, user="daemon"),
+            [],
+            "uses 51.0GiB of the machine's memory, 50% of 100.0GiB is allowed",
+        ),
+    ),
+    "idle": (
+        IdleRule(below=5.0),
+        (a_device(memory_used=2 * GIB, utilization=4.96, processes=(NAMELESS,)),),
+        {},
+        (
+            process_subject(a_device(), NAMELESS),
+            [3],
+            "GPU 0 is idle: utilization 4.96%, at most 5% is idle, while 2.0GiB is held",
+        ),
+    ),
+    "idle claim": (
+        IdleRule(below=5.0),
+        (a_device(memory_used=None, utilization=5.0),),
+        HELD_BY_ALICE,
+        (
+            Subject("claim", a_uuid(0), uid=1001, claim="c1", user="alice"),
+            [],
+            "GPU 0 is idle: utilization 5%, at most 5% is idle",
+        ),
+    ),
+    "idle memory that no process has": (
+        IdleRule(below=5.0, memory_above=GIB),
+        (a_device(memory_used=GIB + 1, utilization=0.0),),
+        {},
+        (
+            device_subject(a_device()),
+            [],
+            "GPU 0 is idle: utilization 0%, at most 5% is idle, while 1.0GiB is held",
+        ),
+    ),
+    "little idle memory": (
+        IdleRule(below=5.0, memory_above=GIB), (a_device(memory_used=GIB, utilization=0.0),), {}, None
+    ),
+    "age": (
+        AgeRule(run_time_above=8999.0),
+        (a_device(processes=(NAMELESS,)),),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "has run for 2h30m, 2h29m are allowed"),
+    ),
+    "as old as is allowed": (AgeRule(run_time_above=9000.0), (a_device(processes=(NAMELESS,)),), {}, None),
+    "unclaimed": (
+        UnclaimedRule(),
+        (a_device(processes=(NAMELESS,)),),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "uses 30.0GiB of a GPU without a claim"),
+    ),
+    "unclaimed above a limit": (
+        UnclaimedRule(min_memory=30 * GIB),
+        (a_device(processes=(NAMELESS,)),),
+        {},
+        (
+            process_subject(a_device(), NAMELESS),
+            [3],
+            "uses 30.0GiB of a GPU without a claim, and less than 30.0GiB would be allowed",
+        ),
+    ),
+    "little unclaimed": (UnclaimedRule(min_memory=30 * GIB + 1), (a_device(processes=(NAMELESS,)),), {}, None),
+    "denied": (
+        UsersRule(deny=(7,)),
+        (a_device(processes=(NAMELESS,)),),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "uid 7 is denied and uses 30.0GiB"),
+    ),
+    "a program": (
+        CommandRule(executables=("/opt/*",)),
+        (a_device(processes=(replace(NAMELESS, executable="/opt/x (deleted)"),)),),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "runs /opt/x (deleted) and uses 30.0GiB"),
+    ),
+    "outside the scheduler": (
+        OutsideSchedulerRule(),
+        (a_device(processes=(NAMELESS,)),),
+        {"scheduled": {a_uuid(0): frozenset({8})}},
+        (
+            process_subject(a_device(), NAMELESS),
+            [3],
+            "uses 30.0GiB of a GPU that the scheduler has given to other users",
+        ),
+    ),
+    "given to none by the scheduler": (
+        OutsideSchedulerRule(),
+        (a_device(processes=(NAMELESS,)),),
+        {"scheduled": {a_uuid(0): frozenset()}},
+        (process_subject(a_device(), NAMELESS), [3], "uses 30.0GiB of a GPU that the scheduler has given to no user"),
+    ),
+    "too many GPUs": (
+        QuotaRule(devices=0),
+        (a_device(processes=(NAMELESS,)),),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "uid 7 has 1 GPUs, the limit is 0"),
+    ),
+    "a process with too many GPUs": (
+        QuotaRule(devices=1, per="claim"),
+        (a_device(0, processes=(NAMELESS,)), a_device(1, processes=(NAMELESS,))),
+        {},
+        (process_subject(a_device(), NAMELESS), [3], "one process of uid 7 has 2 GPUs, the limit is 1"),
+    ),
+    "a claim with too much memory": (
+        QuotaRule(memory=25.0, per="claim"),
+        (a_device(0, processes=TWO_OF_ALICE), a_device(1)),
+        {"claims": (a_claim_record(a_uuid(0), id="c1"),)},
+        (
+            Subject("claim", uid=1001, claim="c1", user="alice"),
+            [1, 2],
+            "one claim of alice uses 50.0GiB, 31.2% of the memory of all GPUs, 25% is allowed",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "devices", "view", "finding"), FOUND.values(), ids=FOUND)
+def test_what_a_rule_finds_is_said_with_its_numbers_and_means_those_processes(rule, devices, view, finding):
+    findings = found(rule, *devices, **view)
+
+    assert [(each.subject, [process.pid for process in each.processes], each.why) for each in findings] == (
+        [finding] if finding else []
+    )
 
 
 LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))
