@@ -18,7 +18,7 @@ from nodes import remove, start, until
 from sources import ROOT
 
 import gpuguard
-from gpuguard.batch import logout
+from gpuguard.batch import dispatchers, logout
 from gpuguard.batch.dispatchers import dispatcher_of, lock_path
 from gpuguard.batch.facts import directory_of, read_jobs
 from gpuguard.batch.logout import ENDS, NEEDS_SCOPE
