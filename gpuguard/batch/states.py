@@ -61,6 +61,7 @@ class TaskState:
     not_before: float | None = None  # unix time, of a task that waits for its next attempt
     blocked: bool = False  # it waits for something else than GPUs
     cancelled: bool = False  # its user wants it to end
+    told_to_end: bool = False  # a signal has ended it, as when the machine goes down
 
     @property
     def is_gone(self) -> bool:
@@ -83,7 +84,6 @@ class _History:
         self.record, self.boots = record, {record.boot}
         self.state = self.before = TaskState(record.id, task, "waiting")  # before the last start
         self.started_in = ""  # the boot of that
-        self.told_to_end = False  # a signal has ended it, as when the machine goes down
         self.failures = self.requeues = 0
 
     def add(self, event: JobEvent) -> None:
@@ -91,7 +91,7 @@ class _History:
         state = self.state
         is_of_attempt = event.attempt == state.attempt
         if event.kind == START and state.state != "running":  # otherwise a second dispatcher was at work: it withdraws
-            self.before, self.started_in, self.told_to_end = state, event.boot, False
+            self.before, self.started_in = state, event.boot
             # A task that was cancelled at the moment of its start will find that out: see cli.jobs.supervisor.
             self.state = TaskState(
                 state.job,
@@ -126,8 +126,8 @@ class _History:
         name: TaskStateName = "completed" if event.status == 0 else "failed"
         name = "cancelled" if self.state.cancelled else name
         why = self.state.why or event.why  # why it was cancelled, if its user did not do that
-        self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=why)
-        self.told_to_end = event.outcome == "signal" and name != "cancelled"
+        told = event.outcome == "signal" and name != "cancelled"
+        self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=why, told_to_end=told)
         if name != "failed":
             return
         record = self.record
@@ -145,13 +145,12 @@ class _History:
         self.state = TaskState(
             state.job, state.task, "waiting", state.attempt, status=state.status, not_before=not_before
         )
-        self.told_to_end = False
         if new:
             self.failures = self.requeues = 0
 
     def _was_cut_off(self, boot: str) -> bool:
         """Return whether the machine went down under it, before *boot*, so that it has not ended by itself."""
-        return (self.state.state == "running" or self.told_to_end) and self.started_in != boot
+        return (self.state.state == "running" or self.state.told_to_end) and self.started_in != boot
 
     def result(self, claims: HeldClaims | None, boot: str) -> TaskState:
         """Return the state now; *claims* is None if it is unknown which are held."""
@@ -279,9 +278,10 @@ def all_ended(states: Iterable[TaskState]) -> bool:
 def ended_for_good(states: Iterable[TaskState]) -> bool:
     """Return whether the events say that all of these tasks have ended, so that only a further event changes that.
 
-    A task that is lost has no end of its own: whether it is lost depends on the boot and on the claims.
+    A task that is lost has no end of its own: whether it is lost depends on the boot and on the claims.  Whether one
+    that a signal has ended is lost depends on the boot.
     """
-    return all(state.ended is not None for state in states)
+    return all(state.ended is not None and not state.told_to_end for state in states)
 
 
 def _succeeded(states: Iterable[TaskState]) -> bool:
