@@ -27,6 +27,7 @@ typedef void *Handle;
 
 static State *state;
 static pid_t initialised_by;
+static int initialised;  // how often
 
 static void pause_us(int64_t us) {
   struct timespec wait = {us / 1000000, us % 1000000 * 1000};
@@ -98,13 +99,14 @@ static int text(char *target, unsigned size, const char *source) {
 static int start(int function) {
   int code = enter(function, NO_DEVICE);
   if (state->init_delay_ms > 0) pause_us(state->init_delay_ms * 1000);
-  if (!code) initialised_by = getpid();
+  if (!code) initialised = initialised_by == getpid() ? initialised + 1 : 1, initialised_by = getpid();
   return code;
 }
 
 API(nvmlInitWithFlags)(unsigned flags) { return start(F_nvmlInitWithFlags); }
 API(nvmlInit_v2)(void) { return start(F_nvmlInit_v2); }
-API(nvmlShutdown)(void) { SYSTEM(nvmlShutdown); initialised_by = 0; return OK; }
+// The last of as many as there were initialisations ends the library, as in the real one.
+API(nvmlShutdown)(void) { SYSTEM(nvmlShutdown); if (!--initialised) initialised_by = 0; return OK; }
 
 const char *nvmlErrorString(int code) {
   static char buffer[40];
