@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -322,6 +323,48 @@ def test_how_many_processes_of_others_a_claim_accepts_stands_in_its_record(direc
         (record,) = read_records(directory)
 
     assert record.max_processes == 2
+
+
+AT = time.mktime((2027, 1, 15, 15, 4, 30, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "by root"),
+        ({"at": AT}, "by root at 15:04"),
+        ({"why": "others wait"}, "by root: others wait"),
+        ({"at": AT, "why": "others wait"}, "by root at 15:04: others wait"),
+    ],
+)
+def test_a_request_to_release_says_who_made_it_when_and_why(fields, words):
+    assert records.ReleaseRequest("yield", "root", **fields).in_words() == words
+
+
+def test_requests_come_back_as_they_were_written_and_only_the_last_one_waits_for_an_answer(directory):
+    descriptor = write_record(directory, content())[1]
+    long = "x" * (records.LONGEST + 1)
+    asked = [
+        records.ReleaseRequest("yield", "root", "others wait", at=1.2346),
+        records.ReleaseRequest("refused", "alice", long, at=2.0),
+        records.ReleaseRequest("stop", long, at=3.0),
+    ]
+    for request in asked:
+        records.write_request(descriptor, request)
+    before = time.time()
+    records.write_request(descriptor, records.ReleaseRequest("yield", "bob"))
+    *found, last = records.read_requests(descriptor)
+
+    assert found == [
+        replace(asked[0], at=1.235), replace(asked[1], why=long[:-1]), replace(asked[2], by=long[:-1])
+    ]  # fmt: skip
+    assert (last.by, records.pending_request(descriptor)) == ("bob", last)
+    assert before - 0.001 <= last.at <= time.time() + 0.001
+    records.write_request(descriptor, records.ReleaseRequest("refused", "alice"))
+    assert records.pending_request(descriptor) is records.released_by(descriptor) is None
+    records.write_request(descriptor, records.ReleaseRequest("released", "root"))
+    assert records.released_by(descriptor).by == "root"
+    os.close(descriptor)
 
 
 def test_when_a_job_should_end_is_written_between_what_stands_in_its_record(directory: LockDirectory) -> None:

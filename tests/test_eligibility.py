@@ -9,6 +9,7 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_partition, a_process, a_snapshot, a_uuid
 
 from gpuguard import model
+from gpuguard.claims.unlock import computing_text
 from gpuguard.device_state import device_title
 from gpuguard.eligibility import Reason, Refusal, is_model, used_by
 from gpuguard.errors import InvalidRequest
@@ -308,6 +309,21 @@ def test_a_process_of_others_makes_a_device_busy(kind):
 )
 def test_what_is_not_known_of_a_process_is_left_out_of_the_reason(unknown, text):
     assert used_by([replace(BOB, **unknown)], clock=10_000.0) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "pid 812 (python train.py) computes for 3h12m with 41.0GiB"),
+        ({"memory_used": None}, "pid 812 (python train.py) computes for 3h12m"),
+        ({"command": None}, "pid 812 computes for 3h12m with 41.0GiB"),
+        ({"command": ("x" * 60,)}, f"pid 812 ({'x' * 60}) computes for 3h12m with 41.0GiB"),
+        ({"command": ("x" * 61,)}, f"pid 812 ({'x' * 60}...) computes for 3h12m with 41.0GiB"),
+        ({"pid": 2**22 + 1, "start_time": None}, "pid 4194305 (python train.py) computes with 41.0GiB"),
+    ],
+)
+def test_a_process_that_computes_under_a_claim_is_named_with_what_it_runs_for_how_long_and_its_memory(fields, text):
+    assert computing_text(replace(BOB, **fields), clock=10_000.0) == text
 
 
 def test_a_process_of_nobody_known_is_not_mine():

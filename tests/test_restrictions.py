@@ -44,14 +44,27 @@ def restrict(directory, kind, name, **fields):
 
 
 def test_restrictions_come_back_as_they_were_written(directory):
-    written = Restriction("1001", NOW, NOW + 60, 'x"\u4f60\n', "the policy p", "bob")
-    restrict(directory, DENIED, "7", until=None)
-    change(directory, DENIED, lambda found: found.update({"1001": replace(written, until=time.time() + 60)}))
+    now = time.time()
+    written = [
+        Restriction("1001", NOW, now + 60, 'x"\u4f60\n', "the policy p", "bob"),
+        Restriction("7", now),
+        Restriction("8", now, now + 60, asked=((1.0, 2.5), (7.0, 8.0)), begins=now - 5, until_reboot=True),
+        Restriction("9", now, process=(4711, 1.5)),
+    ]
+    change(directory, DENIED, lambda found: found.update({mark.name: mark for mark in written}))
 
-    found = read_restrictions(directory, DENIED, time.time())
+    assert list(read_restrictions(directory, DENIED, now).values()) == written
 
-    assert replace(found["1001"], until=written.until) == written
-    assert found["7"].until is None
+
+def test_no_more_restrictions_are_kept_than_a_reader_takes(directory):
+    many = {str(uid): Restriction(str(uid), NOW) for uid in range(restrictions.MAX_RESTRICTIONS)}
+    change(directory, DENIED, lambda found: found.update(many))
+
+    with pytest.raises(LockDirectoryError) as full:
+        restrict(directory, DENIED, "one more")
+    path = f"{directory.path}/denied.json"
+    assert str(full.value) == f"{path} would become too long: end some of what is denied first."
+    assert read_restrictions(directory, DENIED, NOW).keys() == many.keys()
 
 
 def test_without_a_descriptor_left_no_restriction_is_overlooked_and_none_is_lost(directory, monkeypatch):
