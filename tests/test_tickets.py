@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nodes import eventually
 from queues import a_ticket
 
-from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.directory import LockDirectory, daemon_files
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import Sentence, dumps, sentence
 from gpuguard.queue import tickets
@@ -40,7 +40,8 @@ from gpuguard.queue.tickets import (
     wake,
     wanted,
 )
-from gpuguard.request import Request
+from gpuguard.request import ANY_MEMORY, Request
+from gpuguard.users import user_name
 
 ME = os.geteuid()
 ALTERNATIVES = (
@@ -186,6 +187,109 @@ def test_a_ticket_whose_name_is_not_that_of_its_owner_does_not_count(directory: 
 
     assert isinstance(ignored, IgnoredFile)
     assert (ignored.uid, ignored.reason) == (ME, "its name is not that of its owner")
+
+
+WRONG = "it cannot be understood: "
+NO_NUMBER, NO_REQUEST = f"{WRONG}a number or a time in it is none", f"{WRONG}it asks for nothing, or for too much"
+LIMITS: list[tuple[bytes, str | None]] = [
+    (b"[]", f"{WRONG}it is no object"),
+    (b" " * (MAX_BYTES + 1), f"{WRONG}it is too long"),
+    *((content(requests=[{}] * number), None) for number in (1, tickets.MOST_ALTERNATIVES)),
+    *((content(requests=[{}] * number), NO_REQUEST) for number in (0, tickets.MOST_ALTERNATIVES + 1)),
+    (content(requests={}), NO_REQUEST),
+    (content(requests=[{"models": ["A"] * 16}]), None),
+    (content(requests=[{"models": ["A"] * 17}]), f"{WRONG}it names too many models"),
+    *((content(priority=number), None) for number in (-1, 1)),
+    *((content(priority=number), NO_NUMBER) for number in (-2, 2)),
+    *((content(pid=number), None) for number in (1, 2**22)),
+    *((content(pid=number), NO_NUMBER) for number in (0, 2**22 + 1)),
+    *(
+        (content(**{f"{name}_seconds": number}), None if good else NO_NUMBER)
+        for name, most in (
+            ("time_limit", tickets.LONGEST_SECONDS),
+            ("expected", tickets.LONGEST_SECONDS),
+            ("promise_unix", tickets.LAST_TIME),
+        )
+        for number, good in ((0, True), (most, True), (-0.5, False), (most + 1, False))
+    ),
+    *((content(requests=[{"mine_as_free": [number]}]), None) for number in (0, 2**32)),
+    *((content(requests=[{"mine_as_free": [number]}]), NO_NUMBER) for number in (-1, 2**32 + 1)),
+]
+
+
+@pytest.mark.parametrize(("encoded", "fault"), LIMITS, ids=map(str, range(len(LIMITS))))
+def test_a_ticket_counts_up_to_what_can_be_true_and_beyond_it_is_said_what_is_wrong(directory, encoded, fault):
+    found = read(directory, encoded)
+
+    assert found == IgnoredFile(ME, f"{ME}.aaaa", fault) if fault else isinstance(found, Ticket)
+
+
+def test_any_memory_as_the_version_before_wrote_it_is_any_memory():
+    assert tickets.as_request({"tolerance": 2**63}) == Request(tolerance=ANY_MEMORY)
+
+
+def test_a_start_is_recorded_for_its_user_and_found_by_those_who_ask_since_when(directory):
+    assert not tickets.has_started(directory, ME, 0.0)
+    assert tickets.last_started(directory, ME) is None
+    tickets.record_start(directory, ME)
+    file = file_of(directory, str(ME), "served")
+    os.utime(file, (1000.0, 1000.0))
+
+    assert [tickets.has_started(directory, ME, 1000.0 + late) for late in (-1, 0.01, 0.03)] == [True, True, False]
+    assert not tickets.has_started(directory, ME + 1, 0.0)
+    assert tickets.last_started(directory, ME) == 1000.0
+    Path(file_of(directory, str(ME + 1), "served")).touch()
+    assert tickets.has_started(directory, ME + 1, 1e12), "another user has made its file: it may have started"
+    assert tickets.last_started(directory, ME + 1) is None
+
+
+def test_a_start_that_the_daemon_has_recorded_counts_where_it_gives_the_locks(directory):
+    kept, mine = replace(directory, keeper=ME), file_of(directory, str(ME), "served")
+    tickets.record_start(kept, ME, by_daemon=True)
+    os.utime(daemon_files(kept).file(f"served.{ME}"), (2000.0, 2000.0))
+    assert (tickets.last_started(kept, ME), tickets.last_started(directory, ME)) == (2000.0, None)
+
+    tickets.record_start(kept, ME)
+    for seconds, last in ((1000.0, 2000.0), (3000.0, 3000.0)):
+        os.utime(mine, (seconds, seconds))
+        assert tickets.last_started(kept, ME) == last
+
+
+def test_a_file_is_touched_only_where_it_is_the_owners(tmp_path):
+    path = tmp_path / "file"
+    assert tickets.touch(str(path)) and tickets.touch(str(path), os.geteuid())
+    os.utime(path, (1000.0, 1000.0))
+
+    assert not tickets.touch(str(path), os.geteuid() + 1)
+    assert path.stat().st_mtime == 1000.0
+    assert not tickets.touch(str(tmp_path / "no folder" / "file"))
+    assert tickets.touch(str(path)) and abs(path.stat().st_mtime - time.time()) < 60.0
+
+
+def test_the_ticket_of_a_process_is_found_by_its_name_and_by_its_id(directory, held, ticket):
+    mine = Ticket(held.id, ME, ticket.user, 0.0, (), pid=os.getpid())
+
+    assert tickets.tickets_of_process(directory, os.getpid()) == [mine]
+    assert tickets.tickets_of_process(directory, 1) == tickets.tickets_of_process(directory, 2**22 + 1) == []
+    assert tickets.read_ticket(directory, ME, held.id) == replace(ticket, served=None, owner_uid=None)
+    assert tickets.read_ticket(directory, ME + 1, held.id) is None
+    assert tickets.read_ticket(directory, ME, f"{ME}.gone") is tickets.read_ticket(directory, ME, f"{ME}.../x") is None
+    assert tickets.ticket_path(directory, held.id) == file_of(directory, held.id)
+
+
+def test_of_a_user_with_too_many_tickets_the_oldest_are_read_and_the_others_wait(directory, monkeypatch):
+    monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
+    requests = [2 * [Request()], [Request()], [Request()]]
+    held = [OwnTicket(directory, ticket_content(a_ticket(requests=each, after=None))) for each in requests]
+    held.insert(0, OwnTicket(directory, ticket_content(a_ticket(after="waits until process 1 has ended"))))
+    names = [(float(number), os.path.basename(file_of(directory, each.id))) for number, each in enumerate(held)]
+    monkeypatch.setattr(tickets, "files_by_user", lambda directory, is_wanted: {7: names})
+    found, ignored = read_tickets(directory)
+    for each in held:
+        each.withdraw()
+
+    assert [(ticket.id, ticket.owner_uid) for ticket in found] == [(each.id, 7) for each in held[:3]]
+    assert ignored == [IgnoredFile(7, "1 more", f"{user_name(7)} has 3 before them", (names[3],))]
 
 
 def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: OwnTicket) -> None:
