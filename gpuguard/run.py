@@ -460,28 +460,53 @@ class JobSupervisor:
         code = os.read(self.exec_report, 16)  # the errno with which exec failed, or nothing
         os.close(self.exec_report)
         if code:
-            status, message = failure(self.program, int(code))
-            self.notify(message)
-            self.settings.on_end(status, message, None)
-            self.claim.release()
-            ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome="could not be started", why=message)
-            _log_end(self.claim, ended)
-            return ended
+            return self.end_unstarted(int(code), wall_time)
         self.report_guard()
         policy, by_policy = self.ended_by() or (None, None)
         if by_policy:
             self.notify(translated(by_policy))
         status, die_of = self.final_status()
-        why = by_policy
-        if self.escalation.why and not why:
-            why = sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
         if self.settings.leftover == END_LEFTOVERS:
             self.end_leftovers()
         # A machine that goes down tells the job first, or this process: then the signal is still to be fetched.
         cause: EndCause | None = "signal" if self.told_to_end or signal.sigpending() & ENDING else None
-        if cause and not why:
-            why = sentence("job.told_to_end", "its gpuguard run was told to end by a signal")
+        why = by_policy or self.words_for_end(cause)
         self.settings.on_end(status, why, cause)
+        outcome, interrupted_by = self.release()
+        ended = JobEnd(
+            status=status,
+            die_of=interrupted_by or die_of,
+            wall_time=wall_time,
+            outcome=outcome,
+            peak_memory=self.meter.peak_memory,
+            utilization=self.meter.utilization(),
+            energy=self.meter.energy(),
+            killed_by=self.killed_by,
+            why=why,
+            policy=policy,
+            remarks=tuple(self.surroundings.remarks) if self.surroundings else (),
+        )
+        _log_end(self.claim, ended, by_policy or self.escalation.why)
+        return ended
+
+    def end_unstarted(self, code: int, wall_time: float) -> JobEnd:
+        """Release the devices of a job that could not be started; *code* is the errno."""
+        status, message = failure(self.program, code)
+        self.notify(message)
+        self.settings.on_end(status, message, None)
+        self.claim.release()
+        ended = JobEnd(status=status, die_of=None, wall_time=wall_time, outcome="could not be started", why=message)
+        _log_end(self.claim, ended)
+        return ended
+
+    def words_for_end(self, cause: EndCause | None) -> str | None:
+        """Return why the job has ended, if this process has ended it."""
+        if self.escalation.why:
+            return sentence("job.ended_by_run", "ended by gpuguard run: {why}", why=self.escalation.why)
+        return sentence("job.told_to_end", "its gpuguard run was told to end by a signal") if cause else None
+
+    def release(self) -> tuple[EndOfClaim, int | None]:
+        """Release the devices once nothing of the job needs them; return how, and the signal that ended the wait."""
         drain = Drain(
             self.claim.devices,
             self.backend,
@@ -496,39 +521,22 @@ class JobSupervisor:
         )
         try:
             outcome = patiently(drain.wait_until_free)
-            self.claim.release()
         except ClaimLost as lost:
             self.notify(translated(str(lost)))
-            self.claim.release()
             outcome = "released"
         except StillInUse as left:
-            die_of = left.signum
             if any(self.claim.is_held_by(pid) for pid in left.pids):
                 # LOCK_UN is not called: our descriptors close with this process, and theirs keep the claim.
                 self.notify(_("not waiting any longer: {words}, and the claim is theirs now.").format(words=left.words))
-                outcome = "left to its processes"
-            else:
-                self.notify(
-                    _("not waiting any longer: {words}, but without the locks of the claim, which ends.").format(
-                        words=left.words
-                    )
+                return "left to its processes", left.signum
+            self.notify(
+                _("not waiting any longer: {words}, but without the locks of the claim, which ends.").format(
+                    words=left.words
                 )
-                outcome = "interrupted"
-        ended = JobEnd(
-            status=status,
-            die_of=die_of,
-            wall_time=wall_time,
-            outcome=outcome,
-            peak_memory=self.meter.peak_memory,
-            utilization=self.meter.utilization(),
-            energy=self.meter.energy(),
-            killed_by=self.killed_by,
-            why=why,
-            policy=policy,
-            remarks=tuple(self.surroundings.remarks) if self.surroundings else (),
-        )
-        _log_end(self.claim, ended, by_policy or self.escalation.why)
-        return ended
+            )
+            return "interrupted", left.signum
+        self.claim.release()
+        return outcome, None
 
     def end_leftovers(self) -> None:
         """End the processes that the job has left: SIGTERM, and SIGKILL a grace later."""
