@@ -544,6 +544,7 @@ def test_a_night_outlives_the_terminal_and_the_morning_tries_again_what_has_fail
     script = str(ROOT / "examples" / "overnight.sh")
     session, terminal = pty.fork()
     if not session:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
         os.execvp("sh", ["sh", "-c", 'sh "$0" evening; exec sleep 600', script])
     said = b""
     while b"close the laptop" not in said:
