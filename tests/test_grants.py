@@ -15,6 +15,7 @@ from gpuguard.claims import daemon_client, grants
 from gpuguard.claims.daemon_client import DaemonBusy, NoDaemonSocket
 from gpuguard.claims.directory import BROKERED, LockDirectory, open_lock, try_flock
 from gpuguard.claims.grants import Grant, grant_of, granted, lock_for, names_of, renew, replace_file
+from gpuguard.eligibility import Sharing
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.queue import broker_client
 from gpuguard.queue.broker_client import refuse_without_daemon, request_grant
@@ -67,6 +68,13 @@ def test_a_lock_is_a_new_locked_file_that_says_to_whom_it_was_given(kept, to):
     os.close(descriptor)
 
 
+@pytest.mark.root
+def test_a_lock_that_root_makes_anew_is_the_daemons(kept):
+    os.close(given(replace(kept, keeper=4711)))
+
+    assert file_of(kept).st_uid == 4711
+
+
 def test_a_lock_that_is_free_again_is_a_new_file_before_anybody_learns_of_it(kept):
     descriptor = given(kept)
     old = os.dup(descriptor)
@@ -87,7 +95,7 @@ def test_what_is_held_and_was_given_to_nobody_is_of_nobody_and_what_is_not_there
     assert try_flock(by_root)
     os.symlink("/dev/null", kept.lock_path(planted))
 
-    assert grant_of(kept, [NAME, planted, gone]) == {NAME: None, planted: None}
+    assert grant_of(kept, [gone, planted, NAME]) == {NAME: None, planted: None}
     assert not os.path.lexists(kept.lock_path(gone))
     os.close(by_root)
     Path(kept.lock_path(NAME)).write_text('{"uid": "x"}\n')
@@ -171,12 +179,13 @@ class Daemon:
     """What the daemon answers, one reply after the other, and what it was asked."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *replies: Any) -> None:
-        self.replies, self.asked = list(replies), list[Any]()
+        self.replies, self.asked, self.where = list(replies), list[Any](), list[Any]()
         for module in (daemon_client, broker_client):
             patch.setattr(module, "exchange", self.exchange)
 
     def exchange(self, directory: LockDirectory, message: Any, seconds: float = 0.0) -> Any:
         self.asked.append(message)
+        self.where.append((directory, seconds))
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
@@ -187,7 +196,7 @@ def test_the_grants_of_all_locks_are_those_that_the_daemon_tells(kept, monkeypat
     daemon = Daemon(monkeypatch, {"held": {NAME: list(vars(ALL).values()), "GPU-x": [7, "c1"], "GPU-y": None}})
 
     assert granted(kept) == {NAME: ALL, "GPU-x": TO, "GPU-y": None}
-    assert daemon.asked == [{"do": "claims"}]
+    assert (daemon.asked, daemon.where) == ([{"do": "claims"}], [(kept, 0.0)])
 
 
 @pytest.mark.parametrize(
@@ -214,15 +223,14 @@ ONE = Request(prefer=("0",))
 
 def asks(kept: LockDirectory, request: Request = ONE, **more: Any) -> Any:
     taken = more.pop("taken", {})
-    facts = {"outer": None, "ticket": None, **more}
-    return request_grant(MACHINE, request, kept, facts["outer"], taken, facts["ticket"], once=facts.get("once", False))
+    return request_grant(MACHINE, request, kept, more.get("outer"), taken, more.get("ticket"))
 
 
 def test_a_claim_is_what_the_daemon_gives_and_asks_for_the_devices_that_were_chosen(kept, monkeypatch):
     held, other = given(kept), given(kept, SECOND.uuid)
     daemon = Daemon(monkeypatch, ({"claim": "c1", "locks": [FIRST.uuid, SECOND.uuid]}, (held, other)))
     request = Request(
-        num_gpus=2, max_gpus=3, devices=("0", "1"), exclude=(), prefer=("1",), within=(FIRST.uuid, SECOND.uuid),
+        num_gpus=1, max_gpus=3, devices=("0", "1"), exclude=(), prefer=("1",), within=(FIRST.uuid, SECOND.uuid),
         within_reason="Slurm", min_free=GIB, max_processes=3,
     )  # fmt: skip
     claim = asks(kept, request)
@@ -236,6 +244,7 @@ def test_a_claim_is_what_the_daemon_gives_and_asks_for_the_devices_that_were_cho
             "ticket": None,
         }
     ]
+    assert daemon.where == [(kept, broker_client.REPLY_SECONDS)]
     assert (claim.id, claim.devices, claim.max_processes, claim.memory) == ("c1", (FIRST, SECOND), 3, None)
     assert [(lock.path, lock.operation) for lock in claim.locks] == [
         (kept.lock_path(device.uuid), fcntl.LOCK_EX) for device in (FIRST, SECOND)
@@ -275,6 +284,12 @@ def test_a_share_is_asked_for_with_its_memory_and_given_as_a_slot(kept, monkeypa
     assert daemon.asked[0]["conditions"] == as_json(replace(share, prefer=()))
     claim.release()
 
+    full = Sharing((a_claim_record(FIRST, memory=80 * GIB, slots=(slot,)),))
+    monkeypatch.setattr(broker_client, "sharing_now", lambda *of: {FIRST.uuid: full})
+    daemon = Daemon(monkeypatch, {"refused": {SECOND.uuid: "eve has it"}})
+    assert asks(kept, share) is None
+    assert [message["devices"] for message in daemon.asked] == [[SECOND.uuid]]
+
 
 def test_inside_a_claim_the_daemon_gives_its_devices_and_inside_a_share_none_is_asked(kept, monkeypatch):
     nested = f"{FIRST.uuid}.nested"
@@ -292,20 +307,21 @@ def test_inside_a_claim_the_daemon_gives_its_devices_and_inside_a_share_none_is_
 
 
 @pytest.mark.parametrize(
-    ("refused", "once", "asked", "taken"),
+    ("refused", "once", "later", "asked", "taken"),
     [
-        ({FIRST.uuid: "bob has it"}, False, 2, {FIRST.uuid: "bob has it"}),
-        ({"GPU-other": "bob has it"}, False, 2, {FIRST.uuid: "refused by the daemon"}),
-        ("no", False, 2, {FIRST.uuid: "refused by the daemon"}),
-        ({FIRST.uuid: "another request starts first"}, True, 1, {FIRST.uuid: "another request starts first"}),
+        ({FIRST.uuid: "bob has it"}, {}, True, 2, {FIRST.uuid: "bob has it"}),
+        ({FIRST.uuid: "bob has it"}, {"once": True}, False, 2, {FIRST.uuid: "bob has it"}),
+        ({"GPU-other": "bob has it"}, {}, False, 2, {FIRST.uuid: "refused by the daemon"}),
+        ("no", {}, False, 2, {FIRST.uuid: "refused by the daemon"}),
+        ({FIRST.uuid: "eve starts first"}, {"once": True}, True, 1, {FIRST.uuid: "eve starts first"}),
     ],
 )
-def test_what_the_daemon_refuses_is_not_asked_for_again(kept, monkeypatch, refused, once, asked, taken):
+def test_what_the_daemon_refuses_is_not_asked_for_again(kept, monkeypatch, refused, once, later, asked, taken):
     second = {SECOND.uuid: "eve has it"}
-    daemon = Daemon(monkeypatch, {"refused": refused, "later": once}, {"refused": second, "later": False})
+    daemon = Daemon(monkeypatch, {"refused": refused, "later": later}, {"refused": second, "later": False})
     known: dict[str, str] = {}
 
-    assert asks(kept, taken=known, once=once) is None
+    assert request_grant(MACHINE, ONE, kept, None, known, None, **once) is None
     assert len(daemon.asked) == asked
     assert known == (taken if asked == 1 else taken | second)
 
