@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process, a_uuid
+from builders import GIB, a_claim_record, a_device, a_process, a_uuid
 from guard_scene import SLEEP, SOMEBODY, Scene, a_child, a_scene, python, somebody, started
 from nodes import until
 from proc import state
@@ -23,6 +23,7 @@ from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, chang
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_checkpoint_signal, parse_niceness
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, ActionLimits, FailedCheck, PastAction
+from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, ON_PROCESSES
@@ -340,6 +341,31 @@ def test_who_is_paused_already_is_not_paused_again(scene, mocker):
 
     assert scene.act("pause") == actions.ActionOutcome("sent", "it is paused", scene.pid)
     assert scene.lives() and not scene.events
+
+
+@pytest.mark.parametrize("tracer", [0, 1])
+@pytest.mark.parametrize("enforce", [True, False])
+def test_a_pause_says_who_is_paused_where_and_whether_a_debugger_was_there(
+    scene, directory, monkeypatch, enforce, tracer
+):
+    read = identity.facts_of
+    monkeypatch.setattr(identity, "facts_of", lambda *of: replace(read(*of), tracer=tracer))
+    claim = a_claim_record(a_uuid(0), id="c1", uid=scene.process.uid, pid=scene.pid)
+    scene.snapshot = replace(scene.snapshot, claims=(claim,))
+    kept = Pauses(directory, scene.write)
+    scene.context(pauses=kept, interactive_grace=0.0)
+    assert scene.act("pause", enforce=enforce).word == ("sent" if enforce else "dry run")
+
+    process = scene.pid, scene.start_time
+    pause = Pause(process, "a-policy", scene.process.uid, "alice", (a_uuid(0),), "c1", traced=bool(tracer))
+    assert kept.of(process, live=enforce) == pause
+    assert kept.read() == ((pause,) if enforce else ())
+    again = scene.act("pause", enforce=enforce)
+    assert again == actions.ActionOutcome("sent" if enforce else "dry run", "it is paused", scene.pid)
+    scene.events.clear()
+    assert scene.act("resume", enforce=enforce) == actions.ActionOutcome(again.word, pid=scene.pid)
+    assert [event.message for event in scene.events][:1] == [SEEN]
+    assert kept.of(process, live=enforce) is None
 
 
 @pytest.mark.parametrize("switches", [(False, False), (False, True), (True, False), (1, True), (True, 1)])

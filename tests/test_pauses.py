@@ -18,6 +18,7 @@ from gpuguard.daemon.service import single_daemon
 from gpuguard.enforcement import pauses, signals
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.pauses import Pause, Pauses
+from gpuguard.model import Event
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import TemperatureRule
 from gpuguard.procfs import boot_clock
@@ -94,6 +95,63 @@ def ended():
 def site(tmp_path):
     with a_child() as child:
         yield Site(tmp_path / "claims", child.pid, somebody() or os.getuid())
+
+
+GONE = [(2**22 + number, float(start)) for number, start in ((3, 20), (2, 20), (1, 30))]
+
+
+@pytest.fixture
+def of_the_gone(tmp_path):
+    """What is owed to three processes that have ended, and what is written down."""
+    events = []
+    owed = Pauses(lock_directory(str(tmp_path / "claims")), lambda event: events.append(event) or True)
+    made = [Pause(process, "hot", 7, "al", ("GPU-1",), "c1", traced=True, on_terminal=True) for process in GONE]
+    return owed, made, events
+
+
+def an_end(process, outcome, why):
+    facts = (("policy", "hot"), ("uid", 7), ("start_time_seconds", process[1]))
+    return Event(
+        time=0.0, kind="resume", outcome=outcome, user="al", devices=("GPU-1",), pid=process[0], claim="c1",
+        message=why, facts=facts,
+    )  # fmt: skip
+
+
+def test_pauses_come_back_as_they_were_written_the_oldest_process_first(of_the_gone):
+    owed, made, _ = of_the_gone
+    for pause in made:
+        owed.begin(pause)
+    owed.rehearse(other := replace(made[0], process=(2**22 + 9, 1.0)))
+
+    assert owed.read() == (made[1], made[0], made[2])
+    assert owed.processes(rehearsed=False) == frozenset(GONE)
+    assert owed.processes(rehearsed=True) == frozenset([*GONE, other.process])
+    assert owed.of(GONE[0], live=True) == made[0]
+    assert owed.of(GONE[0], live=False) is owed.of(other.process, live=True) is None
+    assert owed.of(other.process, live=False) == other
+    owed.drop(GONE[0])
+    assert owed.read() == (made[1], made[2])
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_end_of_each_pause_is_written_down_with_its_reason_the_oldest_process_first(of_the_gone, live):
+    owed, made, events = of_the_gone
+    for pause in made:
+        owed.begin(pause) if live else owed.rehearse(pause)
+    asked = []
+
+    def why_over(pause, is_live):
+        asked.append((pause, is_live))
+        return "the policy is gone" if pause == made[0] else None
+
+    owed.settle(why_over)
+    in_order = [made[1], made[0], made[2]]
+    assert asked == [(pause, live) for pause in in_order]
+    assert [replace(event, time=0.0) for event in events] == [
+        an_end(pause.process, "gone", "the policy is gone" if pause == made[0] else "its pause is over")
+        for pause in in_order
+    ]
+    assert owed.read() == () and owed.processes(rehearsed=True) == frozenset()
 
 
 def test_the_process_goes_on_when_the_condition_holds_no_more(site):
