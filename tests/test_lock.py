@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,15 +20,17 @@ from gpuguard import model
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, write_record
-from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change
+from gpuguard.errors import BackendError, ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
-from gpuguard.model import HEALTH, IDLE_PROCESSES, ClaimRecord, Snapshot
+from gpuguard.model import HEALTH, IDLE_PROCESSES, ClaimRecord, Gap, Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
 from gpuguard.request import Request
+from gpuguard.vendors import AMD
 
 
 def indices(claim: Claim) -> list[int]:
@@ -127,6 +130,78 @@ def test_the_record_of_a_job_of_which_nothing_is_known_says_only_whose_devices_t
         "command": [],
         "descriptors": [claim.pass_fds[0]],
     }
+
+
+@pytest.mark.parametrize(
+    ("job", "start"),
+    [("77", "slurm77-"), ("1" * 11, f"slurm{'1' * 11}-"), ("1" * 12, ""), ("7_3", ""), ("", ""), (None, "")],
+)
+def test_a_claim_in_a_job_of_slurm_has_its_number_in_its_id(machine, directory, monkeypatch, job, start):
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    with acquire(machine, Request(), directory, environ={}) as claim:
+        assert re.fullmatch(rf"{start}[0-9a-f]{{8}}", claim.id)
+        environ = {"GPUGUARD_CLAIM": claim.id}
+        with acquire(machine, Request(), directory, environ=environ) as inner:
+            assert re.fullmatch(rf"{claim.id}\.[0-9a-f]{{8}}", inner.id)
+            _, choice = preview(machine, Request(), directory, environ=environ)
+
+    [refused] = choice.refused
+    assert [reason.text for reason in refused.reasons] == [
+        f"used by another command inside the claim {claim.id}"
+    ]  # fmt: skip
+
+
+def test_whose_claims_are_denied_and_what_is_out_of_service_is_said(directory):
+    machine = Machine(a_device(0), a_device(1))
+    uid, quarantined = str(os.geteuid()), a_device(1).uuid
+    change(directory, DENIED, lambda marks: marks.update({uid: Restriction(uid, time.time(), user="al")}))
+    mark = Restriction(quarantined, time.time(), reason="XID 79")
+    change(directory, QUARANTINED, lambda marks: marks.update({quarantined: mark}))
+    _, choice = preview(machine, Request(), directory, environ={})
+
+    assert [[reason.text for reason in refusal.reasons] for refusal in choice.refused] == [
+        ["new claims of al are denied by the administrator"],
+        ["quarantined by the administrator: XID 79"],
+    ]
+
+
+class OfTwoVendors(Machine):
+    """Its GPUs of AMD cannot be read."""
+
+    def __init__(self, simulated: bool) -> None:
+        super().__init__(a_device(0))
+        self.simulated = simulated
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        gap = Gap(None, "amd devices", "the driver hangs")
+        return replace(super().sample(fields, devices), gaps=(gap,), simulated=self.simulated)
+
+
+@pytest.mark.parametrize(
+    ("simulated", "node", "asked", "refused"),
+    [
+        (False, True, {}, True),
+        (False, False, {}, False),  # no process of this machine may use them
+        (True, False, {}, True),
+        (False, True, {"vendor": "nvidia"}, False),
+    ],
+)
+def test_a_request_that_could_be_met_by_a_vendor_that_cannot_be_read_is_refused(
+    directory, monkeypatch, simulated, node, asked, refused
+):
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: node if path == AMD.control_node else exists(path))
+    machine, request = OfTwoVendors(simulated), Request(**asked)
+    if not refused:
+        acquire(machine, request, directory, environ={}).release()
+        return
+    with pytest.raises(BackendError) as unread:
+        acquire(machine, request, directory, environ={})
+    assert str(unread.value) == (
+        "the GPUs of AMD cannot be read, and they could be what you ask for: the driver hangs\n"
+        "To do without them, ask for another vendor's: --vendor nvidia."
+    )
 
 
 def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory, claim):

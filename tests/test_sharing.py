@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from own_claims import acquire
+from own_claims import acquire, preview
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
@@ -19,6 +19,7 @@ from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Gap
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
+from gpuguard.users import user_name
 
 ALICE, BOB = 1001, 1002
 DEVICE = a_device(0, memory_used=0)
@@ -366,6 +367,17 @@ def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(ma
             assert one[0].index == other[0].index == 0
             monkeypatch.delenv("GPUGUARD_CLAIM")
             acquire(machine, wanting(10), directory).release()
+
+
+def test_a_device_is_refused_to_whom_wants_it_alone_by_the_shares_on_it(machine, directory):
+    with acquire(machine, wanting(10), directory), acquire(machine, wanting(20), directory):
+        _, alone = preview(machine, ALONE, directory)
+        _, too_large = preview(machine, wanting(60), directory)
+
+    user = user_name(os.geteuid())
+    both = [f"{user} (10.0GiB), {user} (20.0GiB)", f"{user} (10.0GiB) and {user} (20.0GiB)"]
+    assert [reason.text for reason in alone.refused[0].reasons] == [f"shared by {both[0]}"]
+    assert [reason.text for reason in too_large.refused[0].reasons] == [f"only 50.0GiB left beside {both[1]}"]
 
 
 def test_a_shared_instance_excludes_its_whole_gpu_and_is_excluded_by_it(directory):
