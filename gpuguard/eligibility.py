@@ -365,28 +365,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         )
         yield replace(reason, permanent=reason.permanent and not shared)  # a share may end
     elif len(others) > allowed:
-        memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
-        limit = sentence("refused.processes", " ({count} processes)", count=len(others)) if allowed else ""
-        whose = sentence("refused.whose_share", ", whose share is unknown") if shared else ""
-        desktop = ""
-        drawn = sum(process.memory_used or 0 for process in device.processes or () if process.kind in DRAWING)
-        if all(process.kind in DRAWING for process in others) and drawn <= MOST_DESKTOP_MEMORY:
-            desktop = sentence(
-                "refused.desktop",
-                ", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it",
-                desktop=format_bytes(desktop_limit(device, request.tolerance)),
-                size=f"{drawn // 2**30 + 1}GiB",
-            )
-        text = sentence(
-            "refused.used",
-            "{memory}used by {used_by}{limit}{whose}{desktop}",
-            memory=memory,
-            used_by=used_by(others, terms.snapshot.clock),
-            limit=limit,
-            whose=whose,
-            desktop=desktop,
-        )
-        yield Reason(text)
+        yield Reason(_used(device, others, terms))
     elif not allowed and memory_in_use(device) is None:
         if (unseen := _use_is_hidden(device, terms)) and device.uuid not in (terms.wanted or ()):
             yield unseen
@@ -398,18 +377,49 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
             fields = ("processes", "memory_used")
             yield Reason(text, all((gap := _gap(device, field, terms)) and gap.is_lasting for field in fields))
     elif not allowed and hides_use(device, request.tolerance):
-        rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
-        whose = "" if device.processes is None else sentence("refused.by_none", ", by no process that is visible")
-        if _has_no_list(device, terms):
-            whose = sentence("refused.no_list", ", the driver gives no list of processes")
-        text = sentence(
-            "refused.in_use",
-            "{rest} in use{whose}; {holds}",
-            rest=format_bytes(rest),
-            whose=whose,
-            holds=sentence("refused.idle_gpu", "an idle GPU may hold {most} (--tolerance)", most=format_bytes(most)),
+        yield Reason(_in_use(device, terms), False, "--tolerance")
+
+
+def _used(device: Device, others: Sequence[GpuProcess], terms: Terms) -> str:
+    """Return that *others* use the device."""
+    request, shared = terms.request, terms.sharing_of(device).count
+    memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
+    limit = sentence("refused.processes", " ({count} processes)", count=len(others)) if request.max_processes else ""
+    whose = sentence("refused.whose_share", ", whose share is unknown") if shared else ""
+    desktop = ""
+    drawn = sum(process.memory_used or 0 for process in device.processes or () if process.kind in DRAWING)
+    if all(process.kind in DRAWING for process in others) and drawn <= MOST_DESKTOP_MEMORY:
+        desktop = sentence(
+            "refused.desktop",
+            ", more than the {desktop} that a desktop may hold: --tolerance {size} starts beside it",
+            desktop=format_bytes(desktop_limit(device, request.tolerance)),
+            size=f"{drawn // 2**30 + 1}GiB",
         )
-        yield Reason(text, False, "--tolerance")
+    return sentence(
+        "refused.used",
+        "{memory}used by {used_by}{limit}{whose}{desktop}",
+        memory=memory,
+        used_by=used_by(others, terms.snapshot.clock),
+        limit=limit,
+        whose=whose,
+        desktop=desktop,
+    )
+
+
+def _in_use(device: Device, terms: Terms) -> str:
+    """Return that memory is in use that no process in the list has."""
+    tolerance = terms.request.tolerance
+    whose = "" if device.processes is None else sentence("refused.by_none", ", by no process that is visible")
+    if _has_no_list(device, terms):
+        whose = sentence("refused.no_list", ", the driver gives no list of processes")
+    most = format_bytes(idle_limit(device, tolerance))
+    return sentence(
+        "refused.in_use",
+        "{rest} in use{whose}; {holds}",
+        rest=format_bytes(unlisted_memory(device, tolerance)),
+        whose=whose,
+        holds=sentence("refused.idle_gpu", "an idle GPU may hold {most} (--tolerance)", most=most),
+    )
 
 
 def _use_is_hidden(device: Device, terms: Terms) -> Reason | None:

@@ -153,21 +153,23 @@ class QuotaRule(Rule):
                     limit=f"{self.memory:g}%",
                 ),
             )
-        if self.gpu_hours is not None and self.within is not None and held:
+        if held and (text := self._hours_excess(view, owner, uids)):
+            yield 1, text
+
+    def _hours_excess(self, view: RuleView, owner: str, uids: Iterable[int]) -> str | None:
+        if self.gpu_hours is not None and self.within is not None:
             known = (view.gpu_seconds.get(uid, {}).get(self.within) for uid in uids)
             used = sum(seconds for seconds in known if seconds is not None)
             if used > self.gpu_hours:
-                yield (
-                    1,
-                    sentence(
-                        "quota.gpu_hours",
-                        "{user} had {hours} GPU-hours in {time}, the limit is {limit}",
-                        user=owner,
-                        hours=_hours(used),
-                        time=format_duration(self.within),
-                        limit=_hours(self.gpu_hours),
-                    ),
+                return sentence(
+                    "quota.gpu_hours",
+                    "{user} had {hours} GPU-hours in {time}, the limit is {limit}",
+                    user=owner,
+                    hours=_hours(used),
+                    time=format_duration(self.within),
+                    limit=_hours(self.gpu_hours),
                 )
+        return None
 
 
 def _one_of(kind: str, user: str) -> str:
