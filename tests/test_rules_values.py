@@ -44,14 +44,19 @@ from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, Unclaimed
 from gpuguard.policies.view import (
     HostUse,
     MachineUse,
+    Past,
     Rule,
     RuleView,
+    SampleRhythm,
     UserUse,
     ValueSeries,
+    covers,
     device_subject,
     index_sample,
     key_of,
     process_subject,
+    recent,
+    without_pauses,
 )
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 
@@ -581,6 +586,90 @@ def test_what_a_rule_finds_is_said_with_its_numbers_and_means_those_processes(ru
     assert [(each.subject, [process.pid for process in each.processes], each.why) for each in findings] == (
         [finding] if finding else []
     )
+
+
+EVERY_TEN = [900.0 + 10 * number for number in range(11)]
+
+
+@pytest.mark.parametrize(
+    ("clocks", "whole"),
+    [
+        ([], False),
+        (EVERY_TEN, True),
+        (EVERY_TEN[1:-1], True),  # a tenth of the window may be missing at either end
+        ([*EVERY_TEN[:5], 955.0, *EVERY_TEN[6:]], True),
+        ([*EVERY_TEN[:5], *EVERY_TEN[6:]], False),
+        ([*EVERY_TEN[:4], 939.0, 954.0, *EVERY_TEN[6:]], True),  # a late one among eleven
+        ([*EVERY_TEN[:4], 939.0, 954.1, *EVERY_TEN[6:]], False),
+        ([910.19, *EVERY_TEN[2:-1]], True),
+        ([910.21, *EVERY_TEN[2:-1]], False),  # fewer than ten
+        ([*EVERY_TEN[1:-2], 989.81], True),
+        ([*EVERY_TEN[1:-2], 989.79], False),
+        ([*(900.0 + number / 2 for number in range(100)), 960.3, *(961.0 + number / 2 for number in range(78))], False),
+    ],
+)
+def test_a_window_counts_where_its_samples_leave_no_large_hole(clocks, whole):
+    series = [(clock, clock / 10) for clock in (100.0, 899.9, *clocks)]
+    view = RuleView(a_snapshot(a_device(), clock=1000.0), past={(key_of(A_DEVICE), "utilization"): series})
+
+    assert covers(series, 2, 1000.0, 100.0) is whole
+    assert recent(view, A_DEVICE, "utilization", 100.0) == (series[2:] if whole else [])
+    assert recent(view, A_DEVICE, "temperature", 100.0) == recent(view, A_PROCESS, "utilization", 100.0) == []
+
+
+def test_the_rhythm_of_samples_is_learnt_from_the_last_distances():
+    rhythm = SampleRhythm()
+    assert (rhythm.largest(None), rhythm.largest(5.0)) == (float("inf"), 15.0)
+    for clock in (0.0, 0.0, 10.0, 20.0, 19.0, 120.0):
+        rhythm.beat(clock)
+    assert (rhythm.clock, rhythm.largest(None), rhythm.largest(5.0)) == (120.0, 30.0, 15.0)
+
+    for number in range(9):
+        rhythm.beat(200.0 + number)
+    assert rhythm.largest(None) == 3.0
+
+
+def test_a_series_keeps_the_means_of_slices_and_forgets_what_is_older_than_its_window():
+    series = ValueSeries(window=2048.0)
+    for clock, value in ((5.0, 1.0), (5.5, 3.0), (5.9, 5.0), (6.0, 9.0), (7.5, 2.0)):
+        series.add(clock, value)
+    assert series == [(5.9, 3.0), (6.0, 9.0), (7.5, 2.0)]
+
+    series.add(2054.0, 1.0)
+    assert series == [(6.0, 9.0), (7.5, 2.0), (2054.0, 1.0)]
+
+
+def test_a_past_begins_anew_behind_a_hole_and_ends_when_no_value_has_come_for_a_window():
+    past, windows, device = Past(), {"utilization": 30.0}, a_device(utilization=7.0)
+    key = key_of(device_subject(device)), "utilization"
+
+    def seen_at(clock, **fields):
+        past.record(a_snapshot(replace(device, **fields), clock=clock), windows, largest_hole=15.0)
+        return list(past.get(key, ()))
+
+    assert [len(seen_at(clock)) for clock in (0.0, 10.0, 25.0, 40.0)] == [1, 2, 3, 3]
+    assert seen_at(55.1, utilization=8.0) == [(55.1, 8.0)], "a hole of more than 15 s"
+    assert seen_at(85.1, utilization=None) == [(55.1, 8.0)]
+    assert seen_at(85.2, utilization=None) == []
+    windows["utilization"] = 60.0
+    seen_at(90.0)
+    assert past[key].window == 60.0
+
+
+def test_what_is_paused_uses_nothing_and_its_device_neither():
+    paused, other = a_process(1, utilization=9.0, memory_utilization=8.0), a_process(2, utilization=7.0)
+    device = a_device(0, utilization=50.0, memory_utilization=40.0, processes=(paused, other))
+    beside = a_device(1, utilization=50.0, processes=(other,))
+    use = HostUse(cpu=3.0, network=4.0, terminal="/dev/pts/1")
+    view = RuleView(a_snapshot(device, beside), host={(1, 1000.0): use, (2, 1000.0): use}, paused={(1, 1000.0)})
+    shown = without_pauses(view)
+
+    nothing = {"utilization": None, "memory_utilization": None}
+    assert shown.snapshot.devices == (
+        replace(device, processes=(replace(paused, **nothing), other), **nothing), beside,
+    )  # fmt: skip
+    assert shown.host == {(1, 1000.0): replace(use, cpu=None, network=None), (2, 1000.0): use}
+    assert without_pauses(replace(view, paused=frozenset())).snapshot == view.snapshot
 
 
 LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))
