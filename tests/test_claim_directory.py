@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import MIB
 from sources import ROOT
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
-from gpuguard.claims import records
+from gpuguard.claims import disk_room, records
 from gpuguard.claims.claim import Claim, lock_device
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims.disk_room import Room, RoomUsage, room_for_records
 from gpuguard.claims.records import (
     MAX_BYTES,
     ClaimWatcher,
@@ -32,6 +35,7 @@ from gpuguard.claims.records import (
 )
 from gpuguard.errors import LockDirectoryError
 from gpuguard.files import file_system
+from gpuguard.users import user_name
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
@@ -491,3 +495,97 @@ def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:
     probe(directory, [UUID])
 
     assert not Path(directory.lock_path(UUID)).exists()
+
+
+ROOM = Room("/run/x", True, size=64 * MIB, size_free=32 * MIB, files=1000, files_free=100)
+ALICES, BOBS = RoomUsage(1, 500, 2 * MIB), RoomUsage(2, 300, MIB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "used"),
+    [
+        ({}, 0.9),
+        ({"files_free": 600}, 0.5),
+        ({"files_free": 0}, 1.0),
+        ({"files": 0, "files_free": 0}, 0.5),
+        ({"size_free": 4095}, 1.0),
+        ({"size_free": 4096, "files": 0}, 1 - 4096 / (64 * MIB)),
+        ({"files": 0, "size": 0, "size_free": 4096}, 0.0),
+    ],
+)
+def test_of_room_that_part_is_used_of_which_less_is_left(fields, used):
+    assert replace(ROOM, **fields).used == used
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"taken": (ALICES, BOBS)}, "{alice} has 500 of 1,000 files and 2MiB of 64MiB there"),
+        ({"taken": (replace(ALICES, files=450),)}, "{alice} has 450 of 1,000 files and 2MiB of 64MiB there"),
+        (
+            {"taken": (replace(ALICES, files=449), replace(BOBS, files=400))},
+            "900 of 1,000 files and 32MiB of 64MiB are taken",
+        ),
+        ({"taken": (ALICES,), "files_free": 201}, "799 of 1,000 files and 32MiB of 64MiB are taken"),
+        ({"taken": (ALICES,), "files_free": 200}, "{alice} has 500 of 1,000 files and 2MiB of 64MiB there"),
+        ({"taken": (replace(BOBS, files=400),)}, "900 of 1,000 files and 32MiB of 64MiB are taken"),
+        (
+            {"taken": (RoomUsage(2, 399, 28 * MIB),)},
+            "900 of 1,000 files and 32MiB of 64MiB are taken, of which files without a name take 501 and 4MiB",
+        ),
+        (
+            {"taken": (RoomUsage(2, 399, 40 * MIB),), "size": 640 * MIB, "size_free": 620 * MIB},
+            "900 of 1,000 files and 20MiB of 640MiB are taken, of which files without a name take 501 and 0B",
+        ),
+    ],
+)
+def test_who_has_taken_the_room_is_said_where_it_is_scarce_and_one_user_has_half_of_it(fields, words):
+    assert replace(ROOM, **fields).in_words() == words.format(alice=user_name(1))
+
+
+def test_the_room_for_records_is_what_the_file_system_has_and_what_users_have_made(directory, monkeypatch):
+    folder = Path(directory.records, "folder")
+    folder.mkdir()
+    names = [Path(directory.records, "file"), folder / "inner", folder]
+    for name in names[:2]:
+        name.write_bytes(b"x" * 5000)
+    system = SimpleNamespace(f_blocks=100, f_frsize=4096, f_bfree=10, f_files=50, f_ffree=5)
+    monkeypatch.setattr(disk_room.os, "statvfs", lambda path: system)
+    status, usage = os.stat(directory.records), RoomUsage(os.geteuid(), 3, sum(n.stat().st_blocks for n in names) * 512)
+
+    assert room_for_records(directory) == Room(directory.records, False, 409_600, 40_960, 50, 5, (usage,))
+    monkeypatch.setattr(disk_room, "MOST_FILES", 1)
+    assert [each.files for each in room_for_records(directory).taken] == [1]
+    monkeypatch.undo()
+    unnamed = os.open(path := f"{directory.records}/unnamed", os.O_WRONLY | os.O_CREAT)
+    os.unlink(path)
+    monkeypatch.setattr(disk_room.os, "statvfs", lambda path: system)
+    real = os.lstat
+    parent = os.path.dirname(directory.records)
+    other = SimpleNamespace(st_dev=status.st_dev + 1)
+    monkeypatch.setattr(disk_room.os, "lstat", lambda path: other if path == parent else real(path))
+    room = room_for_records(directory)
+    os.close(unnamed)
+    assert (room.own, room.taken) == (True, (replace(usage, files=4),))
+
+
+@pytest.mark.parametrize(
+    ("code", "room", "said"),
+    [
+        (errno.ENOSPC, ROOM, f"No space left on device: {ROOM.in_words()}"),
+        (errno.EDQUOT, ROOM, f"Disk quota exceeded: {ROOM.in_words()}"),
+        (errno.ENOSPC, replace(ROOM, own=False), "No space left on device"),
+        (errno.ENOSPC, None, "No space left on device"),
+        (errno.EACCES, ROOM, "Permission denied"),
+    ],
+)
+def test_why_nothing_can_be_written_is_said_with_who_has_the_room(directory, monkeypatch, code, room, said):
+    def read(asked):
+        assert asked is directory
+        if room is None:
+            raise OSError(errno.EIO, "x")
+        return room
+
+    monkeypatch.setattr(disk_room, "room_for_records", read)
+
+    assert disk_room.why_full(directory, OSError(code, os.strerror(code))) == said
