@@ -632,6 +632,13 @@ def test_no_other_gap_stands_for_the_devices_of_a_vendor(gap):
     assert unread_vendor(a_snapshot(gaps=(gap, OF_AMD)), Request()) == OF_AMD
 
 
+def test_of_a_vendor_that_is_not_known_no_model_is_known_either():
+    gap = Gap(None, "acme devices", "?")
+
+    assert unread_vendor(a_snapshot(gaps=(gap,)), Request(vendor="nvidia")) == gap
+    assert unread_vendor(a_snapshot(gaps=(gap,)), Request(models=("*",))) is None
+
+
 def test_who_has_claimed_a_device_is_said_and_who_shares_it():
     device, other = a_device(0), a_device(1)
     alone = a_claim_record(other, note="a note", since=None)

@@ -133,7 +133,8 @@ STRANGER = a_process(9, user="mallory", uid=6666, memory_used=10 * GIB)
     ],
 )
 def test_a_share_that_does_not_fit_is_refused_with_the_reason(device, sharing, memory, said):
-    assert chosen(device, sharing, memory=memory * GIB).refused == (Refusal(device, (said,)),)
+    choice = chosen(device, sharing, memory=memory * GIB)
+    assert (choice.refused, choice.sharing) == ((Refusal(device, (said,)),), {device.uuid: sharing})
 
 
 def test_that_a_driver_never_tells_its_processes_may_still_pass_where_others_share():
