@@ -40,7 +40,7 @@ from gpuguard.claims.directory import is_unlocked
 from gpuguard.procfs import processes, read_memory
 from gpuguard.queue import leader  # noqa: F401  (dispatcher_of() would import it as a user who cannot read it)
 
-USERS = ("daemon", "bin", "games")  # that every Linux has and nobody uses
+USERS = ("daemon", "bin", "games")  # that every Linux has, and that have no processes
 SAID = {
     "queue": "and the process that would start them was killed",
     "doctor": "and the process that would start them was killed",
@@ -200,7 +200,7 @@ class Campaign:
                 self.killed[kind] += 1
 
     def look_for_orphans(self) -> None:
-        """Find the processes of jobs that live on a GPU that nobody has claimed."""
+        """Find the processes of jobs that live on a GPU that has no claim."""
         seen = self.uses()
         self.looks += len(seen)
         free = {uuid for uuid in {uuid for _pid, uuid in seen} if self.is_free(uuid)}
@@ -284,7 +284,7 @@ def faults(jobs: dict[str, Jobs], ids: dict[str, list[int]], witness: list[str])
                 "not completed": state.state == "completed" and last != ["start", "end 0"],
                 "not failed": state.state == "failed" and state.status == 1 and last != ["start", "end 1"],
                 "skipped, and it ran": state.state == "skipped" and bool(attempts),
-                "cancelled by nobody": state.state == "cancelled",
+                "cancelled without a user": state.state == "cancelled",
             }
             found += [f"{why}: {name}" for why, is_so in wrong.items() if is_so]
     return found
