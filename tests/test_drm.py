@@ -297,6 +297,23 @@ def test_between_full_scans_only_known_clients_are_read(tmp_path: Path) -> None:
     assert pids(everywhere=True) == [100, 101, 102]
 
 
+def test_a_new_file_of_a_known_client_shows_with_the_next_full_scan(tmp_path: Path) -> None:
+    scanner = ClientScanner(str(tmp_path))
+    opens(tmp_path, 100, fdinfo(client=7), number=5)
+    scanner.read(everywhere=True)
+    opens(tmp_path, 100, fdinfo(client=8), number=6)
+
+    def numbers(**how: object) -> list[int]:
+        return [client.number for client in scanner.read(**how).found]  # type: ignore[arg-type]
+
+    assert numbers(everywhere=False) == [7]
+    assert numbers(everywhere=False, also=[100]) == [7, 8]
+    assert numbers(everywhere=False) == [7, 8]
+    (tmp_path / "proc/100/fd/5").unlink()
+    (tmp_path / "proc/100/fdinfo/5").unlink()
+    assert numbers(everywhere=False) == [8]
+
+
 def test_a_process_that_hides_its_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opens(tmp_path, 100, fdinfo(client=7))
     opens(tmp_path, 101, fdinfo(client=8))

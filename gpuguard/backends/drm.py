@@ -418,26 +418,28 @@ class ClientScanner:
         self._proc = f"{root.rstrip('/')}/proc"
         self._drm = f"{root.rstrip('/')}/sys/class/drm"
         self._of_this_machine = not root.strip("/")
-        self._known: set[int] = set()  # pids that had such a file open when they were last looked at
+        # The pids that had such files open when they were last looked at, and the descriptors of these.
+        self._known: dict[int, list[str]] = {}
         self._gpus: dict[str, tuple[str, bool]] = {}  # of the nodes seen in this look: see _gpu_of
         self._hidden = False
 
     def read(self, *, everywhere: bool, also: Collection[int] = ()) -> Clients:
-        """Look into all processes, or only into those that had such files open the last time, and into *also*."""
+        """Look into all processes, or only at the files that were such the last time, and into the processes *also*."""
         if everywhere:
             pids = [int(name) for name in listed(self._proc) if name.isdecimal()]
             # /proc leaves out the processes outside of our pid namespace, and with hidepid those of other users.
             hides = self._of_this_machine and (1 not in pids or not procfs.in_first_pid_namespace())
             self._hidden = hides or not os.path.isdir(self._proc)
         else:
-            pids = sorted(self._known.union(also))
+            pids = sorted({*self._known, *also})
         self._gpus.clear()
         clients: dict[tuple[str, int], DrmClient] = {}
         undescribed: dict[tuple[int, str], None] = {}
-        known = set()
+        known: dict[int, list[str]] = {}
         for pid in pids:
-            for client in self._open_in(pid, everywhere=everywhere):
-                known.add(pid)
+            before = None if everywhere or pid in also else self._known[pid]
+            for descriptor, client in self._open_in(pid, before, everywhere=everywhere):
+                known.setdefault(pid, []).append(descriptor)
                 if isinstance(client, DrmClient):
                     # A child that was forked shows the client of its parent, which has the lower pid nearly always.
                     clients.setdefault((client.address, client.number), client)
@@ -448,13 +450,19 @@ class ClientScanner:
 
     def forget(self, pids: Collection[int]) -> None:
         """Leave these processes out until all are looked at again."""
-        self._known.difference_update(pids)
+        for pid in pids:
+            self._known.pop(pid, None)
 
-    def _open_in(self, pid: int, *, everywhere: bool) -> Iterator[DrmClient | str]:
-        """Yield the clients of a process, and the addresses of further GPUs that it has open."""
+    def _open_in(
+        self, pid: int, descriptors: Sequence[str] | None, *, everywhere: bool
+    ) -> Iterator[tuple[str, DrmClient | str]]:
+        """Yield the clients of a process, and the addresses of further GPUs that it has open, by their descriptors.
+
+        With *descriptors* only these are looked at.
+        """
         folder = f"{self._proc}/{pid}"
         try:
-            names = os.listdir(f"{folder}/fd")
+            names = os.listdir(f"{folder}/fd") if descriptors is None else descriptors
         except FileNotFoundError:
             names = listed(f"{folder}/fdinfo")  # it has ended, or a copied tree has nothing else
         except OSError:
@@ -467,9 +475,9 @@ class ClientScanner:
             address, spared = self._gpu_of(node)
             client = None if spared else parse_client(pid, read_or(fdinfo))
             if client:
-                yield client
+                yield name, client
             elif address and os.path.exists(fdinfo):  # otherwise the file was closed meanwhile
-                yield address
+                yield name, address
 
     def _gpu_of(self, node: str) -> tuple[str, bool]:
         """Return the address of the GPU of a DRM device, or "", and whether it sleeps and fdinfo would wake it."""
@@ -500,7 +508,8 @@ def _node(path: str) -> str | None:
 
 def parse_client(pid: int, text: str) -> DrmClient | None:
     """Return what an fdinfo file says of a DRM client, or None if it is none.  A number without a unit is bytes."""
-    words = pairs(text.replace(" mem:", "-mem:"))
+    found = (line.partition(":") for line in text.replace(" mem:", "-mem:").splitlines())
+    words = {key.strip(): value.strip() for key, _colon, value in found}
     driver, address, client = (words.get(f"drm-{key}", "") for key in ("driver", "pdev", "client-id"))
     if "pasid" in words and "pdev" in words:  # amdgpu before Linux 5.19; a pasid belongs to one open file
         driver, address, client = "amdgpu", words["pdev"], words["pasid"]
