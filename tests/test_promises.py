@@ -110,7 +110,7 @@ def test_the_time_that_the_engine_has_waited_for_a_person_is_not_waited_for_agai
     policy = Policy("p", (RULES["memory"],), hold=0.0, steps=(Step("terminate"),), enforce=True)
     watch = Watch(policy, interval=EVERY)
     [(view, verdict)] = [(view, verdict) for view in views("terminal", 1000) for verdict in watch.sees(view).verdicts]
-    facts = ProcessFacts(1000.0, (ALICE,) * 4, 1, 1, 4711, 0, 0, None, None, "python", True, None)
+    facts = ProcessFacts(1000.0, (ALICE,) * 4, 1, 4711, 0, 0, None, None, "python", True, None)
     context = ActionContext(None, lambda event: True, lambda *_: True)
     [process] = targets(verdict, view.snapshot)
     target = Preflight(verdict, view.snapshot, context, view.clock, process, facts=facts)

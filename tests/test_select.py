@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nvml_child import gaps_of, sampled
 
-from gpuguard.eligibility import UNSHARED, Sharing
+from gpuguard.eligibility import UNSHARED, Reason, Refusal, Sharing
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
 from gpuguard.select import (
+    Choice,
     choose,
     claimed_by,
     instances_note,
@@ -458,6 +459,20 @@ def test_who_asks_for_too_much_memory_is_told_how_much_can_be_had_and_can_have_i
     assert (
         len(possible(choose(a_snapshot(*devices), Request(num_gpus, **ask(parse_bytes(most[1]))), {})).devices)
         >= num_gpus
+    )
+
+
+def test_what_could_ever_do_is_all_but_what_only_an_administrator_or_another_request_changes():
+    busy, small = a_device(1, processes=(BOB,), utilization=99.0), a_device(2, memory_total=GIB, processes=(BOB,))
+    could = possible(choose(a_snapshot(LOST, busy, small, a_device(3)), Request(min_total=2 * GIB), {}))
+
+    assert could == Choice(
+        (busy, a_device(3)),
+        (busy, a_device(3)),
+        (
+            Refusal(LOST, (Reason("lost", True),)),
+            Refusal(small, (Reason("has 1.0GiB of memory in all", True, "--min-total"),)),
+        ),
     )
 
 

@@ -71,7 +71,6 @@ class ProcessFacts:
 
     start_time: float  # seconds since boot
     uids: tuple[int, ...]  # real, effective, saved, file system: those of the users who were given them, see users
-    parent: int
     group: int
     terminal: int  # device number of its controlling terminal, or 0
     tracer: int  # pid of its debugger, or 0
@@ -110,7 +109,6 @@ def facts_of(pid: int, drivers: DriverNodes = ()) -> ProcessFacts | None:
         return ProcessFacts(
             start_time=now.start_time,
             uids=tuple(certain_owner(int(word)) for word in status["Uid"].split()),
-            parent=now.parent,
             group=now.group,
             terminal=now.terminal,
             tracer=int(status["TracerPid"]),

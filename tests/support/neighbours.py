@@ -220,8 +220,7 @@ class Machinery:
     def stat_of(self, pid: int) -> Stat | None:
         if (actor := self.living.get(pid)) is None:
             return None
-        parent = actor.facts.get("parent", 1)
-        return Stat(b"%d (python" % pid, "S", parent, pid, pid, 0, self.awake / 2, actor.start_time, GIB, None)
+        return Stat(b"%d (python" % pid, "S", 1, pid, pid, 0, self.awake / 2, actor.start_time, GIB, None)
 
     def process_facts(self, snapshot: Snapshot, *_: object, **__: object) -> dict[int, ProcessStat | None]:
         pids = {process.pid for device in snapshot.devices for process in device.processes or ()}
@@ -237,7 +236,7 @@ class Machinery:
         actor, found = self.living.get(pid), None
         if actor is not None:
             facts: dict[str, Any] = {
-                "parent": 1, "group": pid, "terminal": 0, "tracer": 0, "caught": 0,
+                "group": pid, "terminal": 0, "tracer": 0, "caught": 0,
                 "executable": "/usr/bin/python3.11", "executable_owner": 0, "command": "python train.py",
                 "uses_driver": bool(actor.rows), "cgroup": f"0::/job{pid}", **actor.facts,
             }  # fmt: skip
