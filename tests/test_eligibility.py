@@ -11,7 +11,7 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_parti
 from gpuguard import model
 from gpuguard.claims.unlock import computing_text
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import Reason, Refusal, is_model, used_by
+from gpuguard.eligibility import Reason, Refusal, is_model, shown, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Gap
@@ -451,6 +451,19 @@ def test_a_gpu_with_memory_of_its_own_comes_first_unless_the_user_prefers_anothe
 
     assert order == [1, 0]
     assert chosen(machine, Request(strategy=strategy, prefer=("0",))) == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "cut"),
+    [
+        ("x" * 60, 60, "x" * 60),
+        ("x" * 61, 60, "x" * 59 + "…"),
+        ("x" * 9 + "\n", 10, "x" * 9 + "…"),  # it takes two letters to show it
+        ("x" * 8 + "\n", 10, "x" * 8 + "\\n"),
+    ],
+)
+def test_the_text_of_another_user_is_cut_to_its_width(text, width, cut):
+    assert shown(text, width) == cut
 
 
 def test_a_claim_that_has_ended_takes_nothing():
