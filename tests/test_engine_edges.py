@@ -10,12 +10,12 @@ from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pid
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.action_kinds import ON_PROCESSES
-from gpuguard.policies.engine import EngineMemory, evaluate, still_holds
+from gpuguard.policies.engine import EngineMemory, EscalationState, evaluate, still_holds
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import KeptMark, Step, why_inapplicable, worst_step
 from gpuguard.policies.thresholds import UtilizationRule
-from gpuguard.policies.view import HostUse, RuleView, process_subject
+from gpuguard.policies.view import HostUse, RuleView, identity_of, process_subject
 
 HOUR = 3600.0
 MIDNIGHT = 1_699_920_000.0  # of 2023-11-14, UTC
@@ -165,6 +165,19 @@ CLAIM = Subject("claim", uid=1001, claim="c1")
 FOUND = Finding("age", CLAIM, "held without a process")
 UNUSED = Finds(lambda view: [FOUND])
 HELD = (a_claim_record(a_device(), id="c1", uid=1001),)
+
+
+def test_a_pause_that_counts_for_nothing_moves_all_times_of_an_escalation():
+    memory, subject = EngineMemory(), Subject("device", a_uuid(0))
+    before = EscalationState(subject, since=1.0, stepped_at=2.0, held_until=3.0, terminated_at=4.0, again_at=0.0)
+    memory.states = {
+        "p": {identity_of(subject): replace(before)},
+        "q": {identity_of(subject): replace(before, terminated_at=None)},
+    }
+    memory.stop_clocks(100.0)
+
+    moved = replace(before, since=101.0, stepped_at=102.0, held_until=103.0, terminated_at=104.0, shifted=True)
+    assert [*memory.states["p"].values(), *memory.states["q"].values()] == [moved, replace(moved, terminated_at=None)]
 
 
 PROCESS = process_subject(a_device(), a_process())

@@ -20,6 +20,11 @@ def process(each: Any, place: int, claim: str | None = None) -> Finding:
     return Finding("x", subject, "process", (each,))
 
 
+def anywhere(each: Any) -> Finding:
+    """A process of which it is not said on which GPU."""
+    return Finding("x", Subject("process", None, each.pid, each.start_time, each.uid), "process", (each,))
+
+
 def device(place: int, *processes: Any, uid: int | None = None) -> Finding:
     return Finding("x", Subject("device", a_uuid(place), uid=uid), "device", processes)
 
@@ -75,6 +80,13 @@ FIRST_ON_0 = ("process", 0, 1, ALICE, None, [1])
         ([device(0), device(1)], [claim()], [("claim", 1, None, ALICE, "c", [])]),
         ([device(0), device(2)], [user(ALICE, FIRST, ELSEWHERE)], [("device", 0, None, ALICE, None, [1])]),
         ([device(0)], [user(BOB)], [("device", 0, None, BOB, None, [])]),
+        ([device(2)], [user(BOB)], []),
+        ([device(1)], [user(ALICE)], [("device", 1, None, ALICE, None, [])]),
+        ([device(0)], [user(4711)], []),  # who is not on this machine
+        ([anywhere(ELSEWHERE)], [device(1)], [("process", 1, 3, ALICE, None, [3])]),
+        ([anywhere(ELSEWHERE)], [device(0)], []),
+        ([anywhere(ELSEWHERE)], [NODE], [("process", None, 3, ALICE, None, [3])]),
+        ([device(0)], [device(1), device(0), NODE], [("device", 0, None, None, None, [])]),
         ([user(ALICE)], [user(BOB)], []),
         ([user(ALICE)], [claim()], [("claim", None, None, ALICE, "c", [])]),
         ([user(ALICE)], [claim("gone")], []),
