@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 from builders import a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
-from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
+from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.enforcement import identity
+from gpuguard.errors import InvalidRequest
+from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies import policy as policy_module
 from gpuguard.policies.policy import (
@@ -16,14 +18,17 @@ from gpuguard.policies.policy import (
     Note,
     Scope,
     absent,
+    drop_protected,
     is_within,
     on_enough_devices,
+    parse_device,
+    parse_path,
     seconds_within,
     unjudged,
 )
-from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.policies.thresholds import MemoryRule, PowerRule
 from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, process_subject, reach_of
-from gpuguard.units import parse_memory_amount
+from gpuguard.units import parse_memory_amount, parse_power_amount
 
 ALICE, BOB = 1001, 1002
 SINCE_BOOT = 1000.0  # start_time of a_process()
@@ -254,6 +259,19 @@ def test_of_the_times_at_which_a_user_kept_something_those_within_a_week_count(s
     assert seconds_within(spans, 5, 25) == seconds
 
 
+@pytest.mark.parametrize("process", [True, False], ids=["a process", "a claim"])
+@pytest.mark.parametrize(("age", "kept"), [(3600.0, True), (400_000.0, False)])
+def test_for_what_began_a_while_ago_only_the_time_since_then_counts_as_kept(process, age, kept):
+    running = a_process(start_time=10_000.0 - age)
+    device = a_device(processes=(running,) if process else ())
+    claim = a_claim_record(since=1_700_000_000.0 - age)
+    rules = (Processes(),) if process else (Finds(lambda view: [Finding("x", claim_subject(claim), "why")]),)
+    watch = Watch(a_policy("warn", rules=rules, hold=0, cooldown=1000))
+    watch.memory.kept = {("uid", ALICE): KeptMark(20_000.0, ((-300_000.0, 9_000.0),))}  # for more than 72 hours
+
+    assert (watch.until(20, device, claims=(claim,)) == []) is kept
+
+
 SPARED = {
     "kept": ({}, {"uid": ALICE}, "kept for another 2h46m"),
     "grace": ({"start_grace": 36_000}, {}, "2h30m old, innocent for the first 10h"),
@@ -424,6 +442,62 @@ def test_k_of_n_devices_of_the_same_user():
     assert [(note.kind, note.subject and note.subject.pid) for note in judgement.notes] == [("devices", 3)]
 
 
+def test_of_a_finding_about_a_gpu_those_are_left_who_have_the_condition_on_enough_gpus():
+    alice, bob, elsewhere = a_process(1, uid=ALICE), a_process(2, uid=BOB), a_process(3, uid=ALICE)
+    index = index_sample(RuleView(busy(0, a_device(0, processes=(alice, bob)), a_device(1, processes=(elsewhere,)))))
+    subjects = [Subject("device", a_uuid(number)) for number in (0, 1)]
+    both = [Finding("x", subjects[0], "w", (alice, bob)), Finding("x", subjects[1], "w", (elsewhere,))]
+    of_bob = Finding("x", Subject("user", uid=BOB), "w", (bob,))
+    kept, notes = on_enough_devices([*both, of_bob], a_policy(devices_at_least=2), index)
+
+    assert kept == [Finding("x", subjects[0], "w", (alice,)), both[1]]
+    assert notes == [Note("devices", "on fewer than 2 GPUs of the same user", "p", of_bob.subject)]
+    assert on_enough_devices(both, a_policy(devices_at_least=1), index) == (both, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        *((text, True) for text in ("0", "9", "999", "0.0", "12.34", "GPU-8", "GPU-8f3-1", "MIG-0", "XCP-a")),
+        *(
+            (text, False)
+            for text in ("", "00", "1000", "0.", "0.123", "01.1", "-1", "gpu-8", "GPU-", "GPU-x", "GPU--1")
+        ),
+    ],
+)
+def test_a_gpu_is_an_index_a_number_of_an_instance_or_the_beginning_of_a_uuid(text, good):
+    if good:
+        assert parse_device(text) == text
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        parse_device(text)
+    assert str(refused.value) == f"{text!r} is no GPU: write an index like 0, or a uuid like 'GPU-8f31c2'."
+
+
+def test_a_program_is_named_by_its_whole_path():
+    assert parse_path("/usr/bin/python3*") == "/usr/bin/python3*"
+    with pytest.raises(InvalidRequest) as refused:
+        parse_path("python3")
+    assert str(refused.value) == "'python3' is no path: write it in full from / on, like '/usr/bin/python3'."
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("0", [0, 0]), ("1", [1]), ("01", [1]), ("00", [0, 0]), ("0.1", [0]), ("0.2", []), ("10", []),
+        (a_uuid(1)[:12].lower(), [1]), (PARENT.uuid, [0, 0]), (INSTANCE.uuid.upper(), [0]),
+    ],
+)  # fmt: skip
+def test_a_name_means_the_devices_of_that_index_or_uuid_and_the_instances_of_a_gpu(name, devices):
+    rule = Devices(80)
+    hot = [replace(device, temperature=90.0) for device in (PARENT, INSTANCE, a_device(1))]
+    index = index_sample(RuleView(busy(0, *hot)))
+    policy = a_policy("quarantine", rules=(rule,), only=Exemption(devices=(name,)))
+    left, _ = drop_protected(list(rule.check(index.view)), policy, index, {})
+
+    assert [index.devices[finding.subject.device].index for finding in left] == devices
+
+
 def test_a_process_of_nobody_known_is_on_no_devices_of_the_same_user():
     devices = [a_device(number, processes=(a_process(1, uid=None),)) for number in range(2)]
     sight = index_sample(RuleView(busy(0, *devices)))
@@ -465,6 +539,23 @@ def test_a_policy_that_cannot_judge_the_memory_of_a_gpu_says_so():
         "p: the memory of GPU 1 is the host's, so its size and what is free of it are not judged"
     ]
     assert list(unjudged(in_percent, a_snapshot(a_device()))) == list(unjudged(in_bytes, machine)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "told"), [("drm.not_supported", True), ("amd.of_the_whole", True), ("drm.hidden", False)]
+)
+def test_a_policy_that_judges_by_what_a_driver_never_tells_says_so(key, told):
+    never = sentence(key, "not told")
+    gaps = [Gap(a_uuid(number), field, never) for number, field in ((0, "power_draw"), (2, "power_draw"), (1, "fan"))]
+    machine = a_snapshot(*(a_device(number) for number in range(3)), gaps=(*gaps, Gap(None, "power_draw", never)))
+    per_device, per_process = (
+        replace(a_policy(), rules=(rule,))
+        for rule in (PowerRule(parse_power_amount("9W")), PowerRule(parse_power_amount("9W"), per="process"))
+    )
+
+    said = "p: power cannot judge GPU 0, GPU 2 by power_draw: not told"
+    assert list(unjudged(per_device, machine)) == ([said] if told else [])
+    assert list(unjudged(per_process, machine)) == []
 
 
 def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_reaches_none_further():

@@ -673,7 +673,7 @@ class PolicyTarget:
     began: float  # clock, which for a process does not depend on its claim; 0 if unknown
     age: float | None  # seconds, or None if unknown
     process: GpuProcess | None = None  # None if it is no process
-    claim: ClaimRecord | None = None  # the claim that it is accused with
+    claim: ClaimRecord | None = None  # the claim that the process is accused with
 
 
 def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex) -> PolicyTarget:
@@ -704,7 +704,7 @@ def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarge
     reach = reach_of(subject, (), index)
     uids = frozenset({subject.uid} if subject.uid is not None else {claim.uid for claim in claims})
     age = _least_age(claims, index)
-    return PolicyTarget(uids, reach, reach, 0.0 if age is None else index.view.clock - age, age, None, own)
+    return PolicyTarget(uids, reach, reach, 0.0 if age is None else index.view.clock - age, age)
 
 
 def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: float = float("inf")) -> float | None:
