@@ -69,6 +69,15 @@ def test_use_of_a_gpu_that_another_user_claimed_before_is_found_where_the_file_s
     [finding] = found_later(UnclaimedRule(on_claimed=True), used_by(bare, owner), claims=[a_claim_record(**ALICE)])
     assert (finding.rule, pids([finding])) == ("unclaimed", [2])
     assert finding.why == "uses 10.0GiB of a GPU that alice has claimed, without a claim"
+    [finding] = found_later(
+        UnclaimedRule(on_claimed=True, min_memory=GIB),
+        used_by(bare, owner),
+        claims=[a_claim_record(**ALICE), a_claim_record(id="c", uid=1003, user="carl")],
+    )
+    assert finding.why == (
+        "uses 10.0GiB of a GPU that alice, carl has claimed, without a claim, and less than 1.0GiB would be allowed"
+    )
+    assert found_later(UnclaimedRule(), used_by(bare, owner), claims=[a_claim_record(**ALICE)]) == []
 
 
 @pytest.mark.parametrize(
@@ -396,13 +405,14 @@ OF_UNKNOWN_AGE = a_claim_record(a_device(0), id="x", since=None, **ALICE)
         (QuotaRule(devices=parse_device_amount("67%")), EACH_ON_ONE, [], [4]),
         (QuotaRule(devices=parse_device_amount("66%")), EACH_ON_ONE, [], [3, 4]),
         (QuotaRule(devices=parse_device_amount("1%")), EACH_ON_ONE, [], [3, 4]),
+        (QuotaRule(devices=parse_device_amount("5%")), EACH_ON_ONE, [], [3, 4]),
         (QuotaRule(devices=parse_device_amount("0%")), EACH_ON_ONE, [], [2, 3, 4]),
         (QuotaRule(devices=1, per="claim"), [a_device(index) for index in range(3)], OF_ALICE, ["pair"]),
     ],
     ids=[
         "processes without a claim", "as many as allowed", "none is a claim", "the oldest is of unknown age",
         "each user has one", "each user has none", "a share: 2.01 of 3", "a share: 1.98 of 3", "a share has one",
-        "no share", "each claim by itself",
+        "any share has one", "no share", "each claim by itself",
     ],
 )  # fmt: skip
 def test_what_is_in_excess(rule, devices, claims, excess):

@@ -489,6 +489,16 @@ FOUND: dict[str, tuple[Rule, tuple[Device, ...], dict[str, Any], tuple[Subject, 
             "GPU 0 is idle: utilization 5%, at most 5% is idle",
         ),
     ),
+    "idle claim of root": (
+        IdleRule(below=5.0),
+        (a_device(memory_used=None, utilization=5.0),),
+        {"claims": (a_claim_record(id="c1", uid=0, user="root"), a_claim_record(id="c2", uid=-1, user="?"))},
+        (
+            Subject("claim", a_uuid(0), uid=0, claim="c1", user="root"),
+            [],
+            "GPU 0 is idle: utilization 5%, at most 5% is idle",
+        ),
+    ),
     "idle memory that no process has": (
         IdleRule(below=5.0, memory_above=GIB),
         (a_device(memory_used=GIB + 1, utilization=0.0),),

@@ -565,6 +565,7 @@ def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_re
 
     assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
     assert reach_of(here, (unknown,), sight) == (a_uuid(0),)
+    assert reach_of(here, (a_process(9),), sight) == (a_uuid(0),), "it is not in this sample"
 
 
 def test_what_means_no_gpu_here_is_named_unless_one_cannot_be_read():
