@@ -394,6 +394,7 @@ class ClaimRecord:
     most: int | None = None  # how many claims at most share a device, this one included
     max_processes: int | None = None  # how many processes of other users it accepts, as its record says
     job: str | None = None  # of `gpuguard submit`, as its record says: "17.3"
+    requeue: bool = False  # it stands in the queue again if a policy asks for that, as its record says
     written: float | None = None  # unix time of the last change of its record, which the kernel vouches for
     # Rules do not treat it as a claim: no process has its lock open, or processes of several users have it open and
     # there is no record.
@@ -464,10 +465,10 @@ class Snapshot:
 # The words of findings, verdicts and events.  The audit log, policy files and messages between processes contain them,
 # so none is ever renamed.  A record of another version may hold other words, which are shown as they are.
 SubjectKind = Literal["process", "claim", "device", "user", "node"]
-EndCause = Literal["signal"]  # why the end of a job may not be its last word: see batch.states
+EndCause = Literal["signal", "requeue"]  # why the end of a job may not be its last word: see batch.states
 ActionName = Literal[
     "log", "warn", "notify", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny", "quarantine",
-    "release", "cancel", "run_hook",
+    "release", "cancel", "requeue", "run_hook",
 ]  # fmt: skip
 EventKind = Literal[
     ActionName, "claim", "claim lost", "time limit", "limit", "stranger", "outside", "share", "keep", "reserve",

@@ -340,6 +340,8 @@ class JobSupervisor:
         self.guard_seen = last
         for line in [line for line in lines if line not in self.guard_lines and self.is_meant(line)]:
             self.guard_lines.append(line)
+            if self.is_requeue(line):
+                self.escalation.follow(time.monotonic(), "requeue", line["message"])
             text = deed_text(line)
             on_terminal = line["kind"] == "warn" and line["outcome"] == "done"
             if text and not on_terminal and not (self.status is not None and line["kind"] in ENDING_ACTIONS):
@@ -353,15 +355,26 @@ class JobSupervisor:
             return line["pid"] in {self.pid, *self.family()}
         return not line["devices"] or not {device.uuid for device in self.claim}.isdisjoint(line["devices"])
 
+    def is_requeue(self, line: audit_log.Line) -> bool:
+        """Return whether with a line the daemon has asked this job to end, and to stand in the queue again."""
+        return (line["kind"], line["outcome"]) == ("requeue", "about to")
+
     def ended_by(self) -> tuple[str, str] | None:
         """Return the policy that ended the job, and why, in words, or None if none did."""
         killed = self.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         for line in reversed(self.guard_lines):
             ending = line["kind"] in ENDING_ACTIONS and line["outcome"] == "about to"
             if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
-                policy = str(line["facts"].get("policy"))
+                policy, why = str(line["facts"].get("policy")), line["message"]
+                if self.is_requeue(line):
+                    return policy, sentence(
+                        "job.requeued_by_policy",
+                        "ended by policy {policy}, to stand in the queue again ({why})",
+                        policy=policy,
+                        why=why,
+                    )
                 return policy, sentence(
-                    "job.ended_by_policy", "ended by policy {policy} ({why})", policy=policy, why=line["message"]
+                    "job.ended_by_policy", "ended by policy {policy} ({why})", policy=policy, why=why
                 )
         return None
 
@@ -470,6 +483,8 @@ class JobSupervisor:
             self.end_leftovers()
         # A machine that goes down tells the job first, or this process: then the signal is still to be fetched.
         cause: EndCause | None = "signal" if self.told_to_end or signal.sigpending() & ENDING else None
+        if any(map(self.is_requeue, self.guard_lines)):
+            cause = "requeue"
         why = by_policy or self.words_for_end(cause)
         self.settings.on_end(status, why, cause)
         outcome, interrupted_by = self.release()

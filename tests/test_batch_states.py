@@ -241,6 +241,20 @@ def test_a_retry_starts_anew_whatever_has_ended(events):
     assert (state.state, state.attempt, state.cancelled) == ("waiting", 1, False)
 
 
+@pytest.mark.parametrize("status", [0, 1, 143])
+def test_a_job_that_a_policy_asks_to_wait_again_does_so_however_it_ended_but_not_for_ever(status):
+    asked = [replace(ended(status, attempt), outcome="requeue") for attempt in (1, 2)]
+
+    assert (state_of(started(), asked[0], requeue=1).state, state_of(started(), asked[0], requeue=1).requeues) == (
+        "waiting",
+        1,
+    )
+    assert state_of(started(), asked[0], started(2), requeue=1, claims=["c0x2"]).requeues == 1
+    assert state_of(started(), asked[0], started(2), asked[1], requeue=1).state in ("completed", "failed")
+    assert state_of(started(), asked[0]).state in ("completed", "failed")
+    assert state_of(started(), happened(CANCEL), asked[0], requeue=1).state == "cancelled"
+
+
 def test_a_retry_has_all_of_its_retries():
     again = (started(), ended(1), started(2), ended(1, 2), happened(RETRY, 0, attempt=2, boot="boot"))
 

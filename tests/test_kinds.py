@@ -183,7 +183,11 @@ SALUTE_POLICY = POLICY.replace("narrow_link: {below: 32}", "power: {above: 1W}")
 def test_an_action_by_the_book_is_done_and_held_to_what_it_says_it_takes(tmp_path, monkeypatch):
     copy = with_rule(tmp_path)
     for name, before, after in (
-        ("model.py", '    "release", "cancel", "run_hook",', '    "release", "cancel", "run_hook", "salute",'),
+        (
+            "model.py",
+            '    "release", "cancel", "requeue", "run_hook",',
+            '    "release", "cancel", "requeue", "run_hook", "salute",',
+        ),
         ("policies/action_kinds.py", "ACTION_KINDS: Mapping[ActionName, ActionKind] = {\n", SALUTE_KIND),
         ("enforcement/actions.py", "\n\nACTIONS: Mapping[ActionName, Action] = {\n", SALUTE),
     ):

@@ -342,7 +342,7 @@ def test_where_there_is_no_logind_nobody_sits_at_the_machine(monkeypatch):
 
 def test_every_check_has_an_innocent():
     tested = {check for _, check, _ in INNOCENTS.values()} | {"catches", "limits"}  # these two: below
-    tested |= {"slurm", "stopped"}  # in test_slurm_jobs, in test_pauses
+    tested |= {"slurm", "stopped", "requeue"}  # in test_slurm_jobs, test_pauses, test_requeue
 
     of_processes = {name for name, check in {**preflight.EARLY, **preflight.LATE}.items() if check.process}
     assert tested == of_processes

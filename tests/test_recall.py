@@ -192,7 +192,8 @@ def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path
 def test_every_action_that_is_counted_has_its_action_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
         monkeypatch.setattr(slurm, name, lambda *_, answer=answer: answer)
-    on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - {"checkpoint", "kill"}
+    of_jobs = {"checkpoint", "kill", "requeue"}  # not of any process: it answers, was asked to end, may wait again
+    on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - of_jobs
     for action in sorted(on_processes):
         with a_scene() as scene:
             scene.context(append=audit_log.append)

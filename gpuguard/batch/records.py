@@ -77,7 +77,7 @@ class JobRecord:
     retries: int = 0
     retry_on: tuple[int, ...] | None = None  # exit statuses, or None for all but 0
     retry_delay: float = 0.0  # seconds, doubled for each further attempt
-    requeue: int = 0  # how often a task that exits with REQUEUE starts again
+    requeue: int = 0  # how often a task starts again that exits with REQUEUE, or of which a policy asks it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ class TaskState:
     blocked: bool = False  # it waits for something else than GPUs
     cancelled: bool = False  # its user wants it to end
     told_to_end: bool = False  # a signal has ended it, as when the machine goes down
+    requeues: int = 0  # how often it stood in the queue again because it or a policy has asked for that
 
     @property
     def is_gone(self) -> bool:
@@ -102,6 +103,7 @@ class _History:
                 gpus=event.gpus,
                 claim=event.claim,
                 why=state.why if state.state == "cancelled" else None,
+                requeues=self.requeues,
                 cancelled=state.state == "cancelled",
             )
         elif event.kind == WITHDRAW and event.claim == state.claim and state.state == "running":
@@ -128,13 +130,13 @@ class _History:
         why = self.state.why or event.why  # why it was cancelled, if its user did not do that
         told = event.outcome == "signal" and name != "cancelled"
         self.state = replace(self.state, state=name, ended=event.time, status=event.status, why=why, told_to_end=told)
-        if name != "failed":
-            return
         record = self.record
-        if event.status == REQUEUE and self.requeues < record.requeue:
+        wants_again = (event.status == REQUEUE or event.outcome == "requeue") and name != "cancelled"
+        may_retry = name == "failed" and (record.retry_on is None or event.status in record.retry_on)
+        if wants_again and self.requeues < record.requeue:
             self.requeues += 1
             self._again(event.time)
-        elif self.failures < record.retries and (record.retry_on is None or event.status in record.retry_on):
+        elif may_retry and self.failures < record.retries:
             pause = record.retry_delay * 2 ** min(self.failures, _MOST_DOUBLINGS)
             self.failures += 1
             self._again(event.time + pause)
@@ -142,11 +144,10 @@ class _History:
     def _again(self, not_before: float | None, *, new: bool = False) -> None:
         """Let the task wait for its next attempt; *new* if its user wants that, so that nothing counts any more."""
         state = self.state
-        self.state = TaskState(
-            state.job, state.task, "waiting", state.attempt, status=state.status, not_before=not_before
-        )
         if new:
             self.failures = self.requeues = 0
+        again = TaskState(state.job, state.task, "waiting", state.attempt, requeues=self.requeues)
+        self.state = replace(again, status=state.status, not_before=not_before)
 
     def _was_cut_off(self, boot: str) -> bool:
         """Return whether the machine went down under it, before *boot*, so that it has not ended by itself."""

@@ -76,6 +76,7 @@ class JobDetails:
     priority: int = 0  # in the queue, see queue.priority.PRIORITIES
     waited: float | None = None  # seconds in the queue, which tell others how long requests wait
     job: str | None = None  # of `gpuguard submit`: "17", or "17.3" for a task of it
+    requeue: bool = False  # it stands in the queue again if a policy asks for that
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class Claim(Sequence[Device]):
             **({} if self.memory is None else shared),
             **({} if self.max_processes is None else {"max_processes": self.max_processes}),
             **({} if job.waited is None else {"waited": round(job.waited, 3)}),
-            **({} if job.job is None else {"job": job.job}),
+            **({} if job.job is None else {"job": job.job, "requeue": job.requeue}),
             "note": job.note,
             "command": list(job.command),
             "descriptors": [lock.descriptor for lock in self.locks],  # by which it can be released: see unlock

@@ -70,6 +70,7 @@ _FIELDS = (
     "most",
     "max_processes",
     "job",
+    "requeue",
 )
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12

@@ -279,6 +279,14 @@ def _cancel(target: Preflight) -> Result:
 
 
 @dataclass(frozen=True)
+class RequeueKeys:
+    """Ask a job of `gpuguard submit --requeue` to end, by SIGTERM, and let it stand in the queue again under its id.
+
+    Its `gpuguard run` ends all of it by SIGKILL a --grace later.  Other processes are refused, and later steps wait.
+    """
+
+
+@dataclass(frozen=True)
 class LogKeys:
     """Write a line into the audit log, nothing else."""
 
@@ -470,6 +478,7 @@ ACTIONS: Mapping[ActionName, Action] = {
     "quarantine": Action(QuarantineKeys, otherwise=_quarantine),
     "release": Action(ReleaseKeys, on_claim=_release),
     "cancel": Action(CancelKeys, on_process=_cancel, on_claim=_cancel),
+    "requeue": Action(RequeueKeys, on_process=_terminate),
     "run_hook": Action(RunHookKeys, otherwise=_notify),  # an older word for notify with a hook
 }
 ACTION_KEYS: Mapping[str, type] = {name: action.keys for name, action in ACTIONS.items()}
@@ -524,7 +533,7 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         context.append(_event(verdict, "failed", process, fault))
         return ActionOutcome("failed", fault, pid)
     outcome = _announce(do, target)
-    if verdict.action == "terminate" and outcome.word == "dry run":
+    if verdict.action in ("terminate", "requeue") and outcome.word == "dry run":
         _end_pause(target)
     if owes and outcome.word != "sent" and context.pauses and process:
         context.pauses.drop(process.identity)

@@ -20,7 +20,7 @@ from gpuguard import capabilities, procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import of_their_users, probe, read_records
-from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, lock_handle
+from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, is_supervisor, lock_handle
 from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
 from gpuguard.device_state import computes, idle_limit
@@ -545,6 +545,19 @@ def _slurm(target: Preflight) -> str | None:
     return slurm.against_cancelling(slurm_job(target), target.uid)
 
 
+def _requeues(target: Preflight) -> str | None:
+    if target.verdict.action != "requeue":
+        return None
+    claim = claim_named(target.snapshot.claims, target.uid, target.claim_of_process.partition(".")[0])
+    if claim is None or not claim.requeue:
+        return sentence("preflight.no_requeue", "it belongs to no job that may stand in the queue again (--requeue)")
+    if claim.pid is None or not is_supervisor(claim.pid):
+        return sentence(
+            "preflight.no_supervisor", "no gpuguard run is left that would put its job into the queue again"
+        )
+    return None
+
+
 def _claim(target: Preflight) -> str | None:
     assert target.claim
     now = claim_named(target.fresh.claims, target.claim.uid, target.claim.id) if target.fresh else None
@@ -628,6 +641,7 @@ LATE = {
     "catches": PreflightCheck(_catches),
     "stopped": PreflightCheck(_stopped),
     "slurm": PreflightCheck(_slurm, claim=True),
+    "requeue": PreflightCheck(_requeues),
     "claim": PreflightCheck(_claim, process=False, claim=True),
     "unused": PreflightCheck(_unused, process=False, claim=True),
     "rule": PreflightCheck(_rule, claim=True),

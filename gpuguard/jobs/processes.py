@@ -333,6 +333,13 @@ class Escalation:
         if self._checkpoint:
             self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
 
+    def follow(self, now: float, kind: EventKind, why: str) -> None:
+        """Begin an escalation of which another process has sent the SIGTERM, unless one is already under way."""
+        if self.why is None:
+            over = sentence("job.grace_over", "the grace is over")
+            self.why, self.due = why, now + self._grace
+            self._ahead = (EscalationStep(signal.SIGKILL, NEVER, kind, why, over),)
+
     def next_step(self, now: float) -> EscalationStep | None:
         """Return the next step if it is due, or None, and move on to the step after it."""
         if now < self.due:

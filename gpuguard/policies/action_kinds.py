@@ -90,6 +90,12 @@ ACTION_KINDS: Mapping[ActionName, ActionKind] = {
         Takes.PROCESS,
         N_("policy {policy} cancelled the Slurm job: {why}"),
     ),
+    "requeue": ActionKind(
+        {"en": "the job is asked to end, and to stand in the queue again", "zh": "请求任务退出并重新排队"},
+        Takes.PROCESS,
+        N_("policy {policy} asked pid {pid} to end (SIGTERM), and its job to stand in the queue again: {why}"),
+        on_processes=True,
+    ),
     # An older name for notify with a hook.
     "run_hook": ActionKind({"en": "a program of the administrator is run", "zh": "运行管理员设定的程序"}, private=True),
 }

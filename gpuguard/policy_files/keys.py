@@ -152,8 +152,8 @@ class StepKeys:
 
     Args:
         after: since the step before; for the first step, since the condition has held for `for`.
-        even_if_innocent: must be true to terminate, kill, pause, deny, release or cancel for the state of a GPU (rules
-            temperature, power, forecast, health): the user of a hot or full GPU may not be the cause.
+        even_if_innocent: must be true to terminate, kill, pause, deny, release, cancel or requeue for the state of a
+            GPU (rules temperature, power, forecast, health): the user of a hot or full GPU may not be the cause.
     """
 
     after: Annotated[float, parse_duration] = 0.0

@@ -71,7 +71,7 @@ def _jobs(store: JobStore, *, ended: bool) -> Jobs:
     most_running = read_queue_settings().rules.jobs.running
     jobs = read_jobs(store, most_running) if ended else open_jobs(store, most_running, last=MOST_ENDED)
     if start_missing(store, jobs):
-        notice = _("no process waited in the queue for your jobs: it was killed, and is started again.")
+        notice = _("no process waited in the queue for your jobs: one is started.")
         put([f"gpuguard: {notice}"], sys.stderr)
     return jobs
 

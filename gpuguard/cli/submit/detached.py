@@ -87,7 +87,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--parsable", None, "print nothing but the id"),
         ("--until-done", None, "stay until the job has ended, and return its exit code"),
     )
-    group.add_argument("--requeue", metavar="N", nargs="?", const="1", help="start it again when it exits with 75")
+    group.add_argument(
+        "--requeue", metavar="N", nargs="?", const="1", help="start it again when it exits with 75, or a policy asks it"
+    )
 
 
 def submit(args: argparse.Namespace) -> int:
