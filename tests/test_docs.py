@@ -192,8 +192,10 @@ def test_the_picture_of_the_readme_is_there_where_nothing_moves():
         assert [frame.attrib.keys() - {"id", "class"} for frame in frames] == [set()] * len(frames)
 
 
-def test_the_chinese_readme_is_in_step():
-    english, chinese = PAGES["README.md"], PAGES["README.zh-CN.md"]
+@pytest.mark.parametrize("name", ["README", "docs/jobs"])
+def test_the_chinese_page_is_in_step(name):
+    english, chinese = PAGES[f"{name}.md"], PAGES[f"{name}.zh-CN.md"]
+    itself = f"{name.rpartition('/')[2]}.md"
 
     def outline(text: str) -> list[object]:
         body = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
@@ -203,7 +205,7 @@ def test_the_chinese_readme_is_in_step():
             sorted(re.findall(r"\d+(?:\.\d+)+", body)),
             [line.count("|") for line in body.splitlines() if line.startswith("|")],
             sorted(set(re.findall(r"`([^`\n]+)`", body))),
-            sorted(set(links(text)) - {"README.md", "README.zh-CN.md"}),
+            sorted({link.replace(".zh-CN", "") for link in links(text)} - {itself}),
         ]
 
     assert outline(chinese) == outline(english)
