@@ -12,6 +12,7 @@ time.  No command of a user runs after the last one, until nothing lives any mor
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import pwd
@@ -32,13 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support")
 from broker_machine import Brokered
 from users import install
 
-from gpuguard.batch.dispatchers import dispatcher_of
+from gpuguard.batch.dispatchers import has_dispatcher
 from gpuguard.batch.facts import directory_of, read_jobs
 from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs
 from gpuguard.claims.directory import is_unlocked
 from gpuguard.procfs import processes, read_memory
-from gpuguard.queue import leader  # noqa: F401  (dispatcher_of() would import it as a user who cannot read it)
 
 USERS = ("daemon", "bin", "games")  # that every Linux has, and that have no processes
 SAID = {
@@ -237,7 +237,7 @@ class Campaign:
             for user in (user for user in waiting if user not in asked):
                 source = jobs[user].stored[0].record.source
                 with acting_as(self.accounts[user]):
-                    alone = dispatcher_of(directory_of(source), self.store(user), source) is None
+                    alone = not has_dispatcher(directory_of(source), self.store(user), source)
                 if alone and self.is_at_rest():
                     asked.add(user)
                     said = {command: self.gpuguard(user, command)[1] for command in SAID}
@@ -305,6 +305,7 @@ def main() -> int:
     parser.add_argument("--one-user", action="store_true", help="also as root: three stores of one user")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, end)
+    codecs.lookup("ascii")  # loaded late, it would be loaded as a user who may not read this Python: see acting_as()
     seed = random.randrange(2**32) if args.seed is None else args.seed
     by_name = os.geteuid() == 0 and not args.one_user
     accounts = {user: pwd.getpwnam(user) if by_name else None for user in USERS}
