@@ -364,7 +364,8 @@ class JobSupervisor:
         killed = self.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
         for line in reversed(self.guard_lines):
             ending = line["kind"] in ENDING_ACTIONS and line["outcome"] == "about to"
-            if ending and (killed or time.time() - line["time_unix_seconds"] < GUARD_SECONDS):
+            soon = time.time() - line["time_unix_seconds"] < GUARD_SECONDS
+            if ending and (killed or soon or self.is_requeue(line)):
                 policy, why = str(line["facts"].get("policy")), line["message"]
                 if self.is_requeue(line):
                     return policy, sentence(

@@ -77,12 +77,11 @@ version: 1
 mode: enforce
 policies: [{name: hogs, when: {memory: {above: 20GiB}}, for: 400ms, steps: [requeue]}]
 """
-# The first attempt uses the GPU until it is asked to end, and saves; the second one has nothing left to do.
+# The first attempt uses the GPU, saves when it is asked to end, and goes on; the second one has nothing left to do.
 SAVING = f"""
 import os, signal, sys
 def save(*_):
     print("saved", flush=True)
-    sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 if os.environ["GPUGUARD_ATTEMPT"] == "2":
     sys.exit(0)
@@ -103,11 +102,12 @@ def test_a_policy_sends_a_job_back_into_the_queue_and_its_user_learns_of_it(site
         machine.begin()
         try:
             machine.start_daemon()
-            machine.says(ALICE, "submit", "--requeue", "--", machine.python_path, "-c", SAVING)
+            machine.says(ALICE, "submit", "--requeue", "--grace", "1s", "--", machine.python_path, "-c", SAVING)
             until(lambda: task()["state"] == "completed", f"{machine.said()}")
 
             assert task()["attempt"] == 2
             log = machine.says(ALICE, "jobs", "log", "1", "--attempt", "1")
-            assert "saved" in log and "ended by policy hogs, to stand in the queue again (uses 40.0GiB" in log
+            assert "saved" in log and "the grace is over: SIGKILL to the job and all its processes" in log
+            assert "ended by policy hogs, to stand in the queue again (uses 40.0GiB" in log
         finally:
             machine.close()
