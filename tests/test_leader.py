@@ -10,6 +10,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, a_uuid
 from queues import a_ticket
 
+from gpuguard.claims.directory import open_lock, try_flock
 from gpuguard.queue import leader as leading
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.leader import (
@@ -26,6 +27,7 @@ from gpuguard.queue.leader import (
     DirectoryWatch,
     Leader,
     ProcessWatch,
+    flock_holder,
     wait_for,
 )
 from gpuguard.queue.state import QueueFacts, QueueState
@@ -56,8 +58,8 @@ class Room:
         self.locks, self.responsive = frozenset({UUID}), False
         patch.setattr(leading.time, "monotonic", lambda: self.clock)
         patch.setattr(leading.time, "sleep", self.slept.append)
-        patch.setattr(leading, "locks_held", lambda directory, uuids: self.locks)
-        patch.setattr(leading, "is_responsive", lambda directory, ticket: self.responsive)
+        patch.setattr(leading, "locks_held", self.held)
+        patch.setattr(leading, "is_responsive", self.responds)
         patch.setattr(leading, "wake", self.wake)
         self.directory = directory
         self.leader = Leader(directory, [UUID], self.read)
@@ -67,7 +69,16 @@ class Room:
         self.clock += self.cost
         return self.queue
 
+    def held(self, directory: Any, uuids: Any) -> frozenset[str]:
+        assert (directory, tuple(uuids)) == (self.directory, (UUID,))
+        return self.locks
+
+    def responds(self, directory: Any, ticket: Any) -> bool:
+        assert directory is self.directory and ticket.id
+        return self.responsive
+
     def wake(self, directory: Any, tickets: Any, message: bytes) -> None:
+        assert directory is self.directory
         if tickets:
             self.woken.append(([ticket.id for ticket in tickets], message))
 
@@ -171,6 +182,8 @@ def test_who_may_start_is_woken_and_woken_again_if_it_does_not_start(room):
         room.clock += START_SECONDS
     room.clock += 0.1
     pauses.append(room.samples(*positions))
+    room.clock += 0.2
+    room.samples(*positions)
 
     woken, ready = ["b", "n"], ["w", "c", "d"]
     assert room.woken == [(woken, MAY_START), (ready, GET_READY), (woken, MAY_START), (woken, MAY_START)]
@@ -252,6 +265,7 @@ def test_the_end_of_a_process_without_a_claim_is_noticed(room):
 
 
 def test_without_a_watch_the_locks_and_the_tickets_are_looked_at_now_and_then(unwatched):
+    unwatched.touch("ticket.1.there.json")
     assert unwatched.samples() == POLL_SECONDS
     assert unwatched.leader.descriptors == []
     assert not unwatched.leader.must_sample(())
@@ -279,6 +293,16 @@ def test_a_request_that_was_passed_is_served_soon_after_its_process_answers(room
     room.clock += POLL_SECONDS
     assert not room.leader.must_sample(())
     assert room.leader.until - room.clock == pytest.approx(CHECK_SECONDS[0])
+
+
+def test_the_process_that_took_a_lock_is_known_by_its_pid(directory):
+    lock, other = open_lock(directory, "queue"), open_lock(directory, UUID)
+    assert flock_holder(lock) is None
+    assert try_flock(lock)
+
+    assert (flock_holder(lock), flock_holder(other)) == (os.getpid(), None)
+    os.close(lock)
+    os.close(other)
 
 
 def test_a_watch_names_what_changed_also_elsewhere(tmp_path):

@@ -199,7 +199,7 @@ class Leader:
         if not self._watch:
             self._tickets = self._ticket_names()
         with_health = began >= self._health_at or any(
-            began - self._woken_at.get(ticket.id, 0.0) >= START_SECONDS and is_responsive(self._directory, ticket)
+            began - self._woken_at[ticket.id] >= START_SECONDS and is_responsive(self._directory, ticket)
             for ticket in self._startable  # it was woken, and has not started
         )
         queue = self._read(with_health)
