@@ -9,9 +9,11 @@ from guard_scene import Scene, somebody
 from top_scenes import Orphan, an_orphan
 
 from gpuguard.enforcement import by_hand
+from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.model import Finding
 from gpuguard.policies.view import process_subject
 from gpuguard.users import user_name
 
@@ -47,9 +49,20 @@ def test_the_line_in_the_log_comes_before_the_signal(desk):
 
 
 def test_what_is_done_is_done_to_that_process_alone(desk, monkeypatch):
-    monkeypatch.setattr(by_hand, "act", lambda verdict, *_: [verdict])
+    monkeypatch.setattr(by_hand, "act", lambda *asked: [asked])
+    verdict, snapshot, _ = desk.signal()
 
-    assert desk.signal().finding.subject == process_subject(a_device(0), desk.process)
+    subject = process_subject(a_device(0), desk.process)
+    asked = f"asked for by {user_name(os.getuid())}"
+    assert verdict.finding == Finding("by hand", subject, asked, (desk.process,))
+    assert (verdict.policy, verdict.action, verdict.step, verdict.enforce) == ("by hand", "terminate", 0, True)
+    assert [device.uuid for device in snapshot.devices] == [a_device(0).uuid]
+
+
+def test_whoever_asks_is_in_front_of_the_terminal_and_needs_no_grace(desk, monkeypatch):
+    monkeypatch.setattr(by_hand, "act", lambda *asked: [asked])
+
+    assert desk.signal()[2].interactive_grace == 0.0
 
 
 def test_no_line_no_signal(desk):
@@ -73,7 +86,7 @@ def test_only_whoever_was_chosen_and_is_still_there_is_signalled(desk, who):
     else:
         desk.machine.change(0, processes=())
 
-    assert desk.signal().word == "gone"
+    assert desk.signal() == ActionOutcome("gone", "it is not on the GPU any more", desk.process.pid)
     assert desk.child.lives()
 
 
@@ -85,8 +98,17 @@ def test_under_pids_of_another_namespace_nobody_is_signalled(desk):
         assert desk.child.lives()
 
 
-def test_whom_the_site_protects_nobody_signals_by_hand(desk):
-    outcome = desk.signal(protected=Protected(uids=frozenset({desk.process.uid})))
+@pytest.mark.parametrize(
+    "protects",
+    [
+        lambda process: Protected(uids=frozenset({process.uid})),
+        lambda process: Protected(groups=frozenset({"operators"})),  # whose members nobody looked up: anyone may be one
+        lambda process: Protected(executables=("/*",)),
+    ],
+    ids=["a user", "a group", "a program"],
+)
+def test_whom_the_site_protects_nobody_signals_by_hand(desk, protects):
+    outcome = desk.signal(protected=protects(desk.process))
 
     assert (outcome.word, desk.child.lives()) == ("refused", True)
     assert "protected" in outcome.why
@@ -105,7 +127,10 @@ def test_root_does_not_reach_processes_of_root():
 def test_a_user_reaches_only_their_own(desk, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: desk.process.uid + 1)
 
-    assert desk.signal().why == "it belongs to alice: only root signals processes of others"
+    why = "it belongs to alice: only root signals processes of others"
+    assert desk.signal() == ActionOutcome("refused", why, desk.process.pid)
+    desk.machine.change(0, processes=(replace(desk.process, user=None),))
+    assert desk.signal().why == "it belongs to a user who is not known: only root signals processes of others"
     assert desk.log == []
 
 
@@ -118,6 +143,6 @@ def test_the_event_says_who_asked(desk):
 
 def test_only_what_the_question_offers_can_be_sent(desk):
     assert set(BY_HAND) == {"terminate", "kill", "pause", "resume"}
-    assert desk.signal("checkpoint").word == "refused"
-    assert desk.signal("deny").word == "refused"
+    assert desk.signal("checkpoint") == ActionOutcome("refused", "there is no action 'checkpoint'", desk.process.pid)
+    assert desk.signal("deny") == ActionOutcome("refused", "there is no action 'deny'", desk.process.pid)
     assert desk.log == []

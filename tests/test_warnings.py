@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import tty
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -167,6 +168,35 @@ def test_nothing_in_a_warning_can_steer_the_terminal(pseudo_terminal):
     assert write_to_terminal(number, uid, "a\x1b[2J\r\u202eb\nc") == "written"
     seen = os.read(ours, 4096)
     assert b"a\\x1b[2J" in seen and b"\x1b" not in seen and "\u202e".encode() not in seen
+
+
+@pytest.mark.terminal
+def test_a_warning_stands_on_lines_of_its_own_and_is_twenty_lines_at_most(pseudo_terminal):
+    ours, number, uid = pseudo_terminal
+    tty.setraw(ours)  # what is read is what was written
+
+    assert write_to_terminal(number, uid, "  Häuser\n\ud800 and\nmore \n\n") == "written"
+    assert os.read(ours, 4096).decode() == "\r\n  Häuser\r\n\\ud800 and\r\nmore\r\n"
+    assert write_to_terminal(number, uid, "\n".join(map(str, range(30)))) == "written"
+    assert os.read(ours, 4096).decode().split() == [str(line) for line in range(20)]
+
+
+@pytest.mark.terminal
+def test_whoever_wants_no_messages_gets_the_last_notice_alone(pseudo_terminal):
+    _, number, uid = pseudo_terminal
+    os.chmod(f"/dev/pts/{os.minor(number)}", 0o600)
+
+    assert write_to_terminal(number, uid, "hello") == "the terminal takes no messages"
+    assert write_to_terminal(number, uid, "hello", last=True) == "written"
+
+
+def test_what_is_no_terminal_any_more_once_it_is_open_is_not_written_to(monkeypatch):
+    opened = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda path, flags: opened("/dev/null", flags))
+        outcome = write_to_terminal(os.makedev(136, 3), os.stat("/dev/null").st_uid, "hello")
+
+    assert outcome == "no terminal"
 
 
 @pytest.mark.terminal

@@ -49,7 +49,7 @@ def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False,
         if not (last or seen.st_mode & stat.S_IWGRP):
             return TERMINAL_REFUSED
         lines = [neutralise(line) for line in text.rstrip().splitlines()[:MOST_LINES]]
-        os.write(descriptor, "\r\n".join(["", *lines, ""]).encode("utf-8", "replace"))
+        os.write(descriptor, "\r\n".join(["", *lines, ""]).encode())  # neutralise leaves nothing that has no bytes
         return WRITTEN
     except OSError:
         return FULL
