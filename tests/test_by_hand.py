@@ -13,8 +13,9 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
-from gpuguard.model import Finding
+from gpuguard.model import WHO_FIELDS, Finding
 from gpuguard.policies.view import process_subject
+from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
 
@@ -50,12 +51,16 @@ def test_the_line_in_the_log_comes_before_the_signal(desk):
 
 def test_what_is_done_is_done_to_that_process_alone(desk, monkeypatch):
     monkeypatch.setattr(by_hand, "act", lambda *asked: [asked])
+    asked_for, sample = [], desk.machine.sample
+    monkeypatch.setattr(desk.machine, "sample", lambda *of: asked_for.append(of) or sample(*of))
     verdict, snapshot, _ = desk.signal()
 
+    assert asked_for == [(WHO_FIELDS, [a_device(0).uuid])]
     subject = process_subject(a_device(0), desk.process)
     asked = f"asked for by {user_name(os.getuid())}"
     assert verdict.finding == Finding("by hand", subject, asked, (desk.process,))
     assert (verdict.policy, verdict.action, verdict.step, verdict.enforce) == ("by hand", "terminate", 0, True)
+    assert 0 <= boot_clock() - verdict.since < 60
     assert [device.uuid for device in snapshot.devices] == [a_device(0).uuid]
 
 

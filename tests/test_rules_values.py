@@ -765,11 +765,20 @@ GROWS = growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)
     ("device", "within", "past", "finds"),
     [
         (a_device(memory_used=70 * GIB), 900.0, GROWS, True),
-        (a_device(memory_used=70 * GIB), 500.0, GROWS, False),
+        (a_device(memory_used=70 * GIB), 640.0, growing(lambda t: 60 * GIB + t * 2**24, A_DEVICE), True),
+        (a_device(memory_used=70 * GIB), 599.0, GROWS, False),
         (a_device(memory_used=70 * GIB, memory_free=None, memory_total=TOTAL), 900.0, GROWS, True),
+        (a_device(memory_used=70 * GIB, memory_free=None, memory_total=None), 900.0, GROWS, False),
         (a_device(memory_used=TOTAL, memory_free=0), 900.0, growing(lambda t: TOTAL, A_DEVICE), False),
     ],
-    ids=["full soon", "there is time", "free memory is not told", "full, and nothing changes"],
+    ids=[
+        "full soon",
+        "full just then",
+        "there is time",
+        "free is not told",
+        "nor the size",
+        "full and nothing changes",
+    ],
 )
 def test_the_forecast_is_told_when_memory_is_full_soon(device, within, past, finds):
     assert bool(found(ForecastRule(full_within=within), device, **past)) is finds
@@ -781,6 +790,7 @@ def test_the_forecast_is_silent_below_its_confidence():
 
     assert found(ForecastRule(full_within=900.0, confidence=95.0), device, **wild) == []
     assert found(ForecastRule(full_within=900.0, confidence=50.0), device, **wild) != []
+    assert found(ForecastRule(full_within=900.0, confidence=100.0), device, **GROWS) != []
 
 
 COUNTS = {

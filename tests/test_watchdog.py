@@ -557,6 +557,16 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]
 
 
+def test_a_claim_is_as_old_as_the_first_sample_with_it_whatever_its_record_says(a_watchdog, monkeypatch):
+    monkeypatch.setattr(watchdog, "with_claims", lambda snapshot, *of: snapshot)
+    claim, seen = a_claim_record(A_HOG, id="c1", since=1.0), []
+    first, *later = snapshots(A_HOG, number=3)
+    samples = (first, *(replace(sample, claims=(claim,)) for sample in later))
+    looks(a_watchdog(Scripted(*samples), (), on_sample=lambda snapshot, _: seen.append(snapshot.claims)), 3)
+
+    assert seen == [(), *[(replace(claim, since=later[0].taken_at),)] * 2]
+
+
 def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():
     us = os.getpid()
     row = a_process(us, start_time=procfs.start_time(us))
