@@ -26,7 +26,7 @@ from sources import ROOT
 
 RUNNABLE = {"sh", "bash", "python", "console"}
 SILENT = {"text", "json", "yaml"}
-SECONDS_AT_MOST = 60
+SECONDS_AT_MOST = 300
 
 _FENCE = re.compile(r"^(?:<!-- (?P<comment>.*?) -->\n)?^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
