@@ -280,7 +280,7 @@ class Leader:
             request.max_util is not None or request.max_temperature is not None or request.share for request in requests
         )
         without_record = any(claim.since is None for claim in queue.facts.claims)  # its end is not reported
-        is_blind = bool(unwatched) or len(pids) > MOST_WATCHED
+        is_blind = len(pids) > MOST_WATCHED  # an end of the others is not reported
         # A request that waits although devices are free may start by time alone: when a job exceeds its limit or its
         # usual length, or another request exceeds its promise or the bound.
         is_held_back = any(position.held_back_by for position in queue.positions)
