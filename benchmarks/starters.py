@@ -3,10 +3,13 @@
     python benchmarks/starters.py --starters 64 --rounds 10 --latency 0 500
     python benchmarks/starters.py --starters 64 --rounds 3 --amd gpus
     python benchmarks/starters.py --starters 80 --rounds 3 --amd partitions
+    python benchmarks/starters.py --starters 40 --rounds 5 --amd gpus --kill
 
 Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver), or
 on 8 of AMD's in a tree of files, whole or as 63 partitions: Linux has no minor for the 64th.
-The job notes its device and the time of its start and end; two jobs that overlap on one device are a double.
+The job notes its device and the time of its start and end; two jobs that overlap on one device are a double.  With
+--kill all wait until they have run, and each wrapper is killed as soon as its job has begun: the job lives on, and its
+device is not given to another one before it has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,6 +69,7 @@ def start_together(
     wait: bool,
     job_seconds: float = 0.05,
     starter: Sequence[str] = (),
+    kill: bool = False,
 ) -> Round:
     """Start *starters* wrappers at once; without waiting, the jobs last until all wrappers have decided.
 
@@ -85,6 +89,8 @@ def start_together(
         undecided = [process for process in undecided if process.poll() is None]
         time.sleep(0.02)
     gate.touch()
+    if kill:
+        _kill_wrappers(place, running)
     for process in running:
         _, complaint = process.communicate(timeout=300)
         outcome.tracebacks += "Traceback" in complaint
@@ -95,6 +101,17 @@ def start_together(
     outcome.ran, outcome.devices = len(spans), len({device for device, *_ in spans})
     outcome.doubles = overlaps([(device, float(begun), float(end)) for device, begun, end in spans])
     return outcome
+
+
+def _kill_wrappers(place: Path, wrappers: Sequence[subprocess.Popen[str]]) -> None:
+    """Kill each wrapper once its job has begun, until none is left."""
+    while left := {wrapper.pid: wrapper for wrapper in wrappers if wrapper.poll() is None}:
+        for note in place.glob("begun-*"):
+            with suppress(OSError):  # the job has ended
+                stat = Path("/proc", note.name.partition("-")[2], "stat").read_text()
+                if wrapper := left.get(int(stat.rpartition(")")[2].split()[1])):
+                    wrapper.kill()
+        time.sleep(0.01)
 
 
 def overlaps(spans: list[tuple[str, float, float]]) -> int:
@@ -139,7 +156,9 @@ def main() -> int:
     parser.add_argument("--latency", type=int, nargs="+", default=[0, 500], metavar="US", help="per driver call")
     parser.add_argument("--amd", choices=("gpus", "partitions"), help="on such devices instead")
     parser.add_argument("--wait", action="store_true", help="all wait until they have run")
+    parser.add_argument("--kill", action="store_true", help="kill each wrapper while its job runs; the others wait")
     args = parser.parse_args()
+    options = {"wait": args.wait or args.kill, "kill": args.kill, "job_seconds": 0.5 if args.kill else 0.05}
     faults = 0
     for latency in args.latency if args.amd is None else [0]:
         for number in range(args.rounds):
@@ -147,9 +166,9 @@ def main() -> int:
                 place = Path(name)
                 machine = of_amd(place, divided=args.amd == "partitions") if args.amd else of_nvidia(place, latency)
                 with machine as environment:
-                    outcome = start_together(place / "round", environment, args.starters, wait=args.wait)
+                    outcome = start_together(place / "round", environment, args.starters, **options)
             print(f"{args.amd or f'{latency} us per call'}, round {number + 1}: {outcome}", flush=True)
-            expected = args.starters if args.wait else min(args.starters, 63 if args.amd == "partitions" else 8)
+            expected = args.starters if options["wait"] else min(args.starters, 63 if args.amd == "partitions" else 8)
             faults += outcome.doubles + outcome.tracebacks + (outcome.ran != expected)
     return 1 if faults else 0
 

@@ -33,8 +33,11 @@ pytestmark = pytest.mark.root
 class Claimed(Guard):
     """Three idle devices, of which claims can be made, and a guard that enforces."""
 
-    def __init__(self, directory: LockDirectory) -> None:
-        super().__init__(Listing(a_device(0), a_device(1), a_device(2)), directory=directory)
+    def __init__(self, directory: LockDirectory, vendor: str = "nvidia") -> None:
+        devices = [a_device(number, vendor=vendor) for number in range(3)]
+        if vendor == "amd":
+            devices = [replace(device, uuid=f"GPU-e3aa140f9a5f9e3{device.index}") for device in devices]
+        super().__init__(Listing(*devices), directory=directory)
         self.directory = directory
         self.uuids = [device.uuid for device in self.machine.devices]
         for uuid in self.uuids:
@@ -61,10 +64,10 @@ class Claimed(Guard):
 
 
 @pytest.fixture
-def claimed() -> Iterator[Claimed]:
+def claimed(request: pytest.FixtureRequest) -> Iterator[Claimed]:
     place = tempfile.mkdtemp(prefix="gpuguard-release-")  # pytest's own tmp_path lets nobody else in
     os.chmod(place, 0o755)
-    yield Claimed(lock_directory(f"{place}/claims"))
+    yield Claimed(lock_directory(f"{place}/claims"), getattr(request, "param", "nvidia"))
     remove(place)
 
 
@@ -74,6 +77,7 @@ def holder(claimed: Claimed) -> Iterator[Holder]:
         yield one
 
 
+@pytest.mark.parametrize("claimed", ["nvidia", "amd"], indirect=True)
 def test_the_devices_are_free_at_once_the_line_was_written_before_and_the_program_lives_on(claimed, holder):
     written = []
     claimed.facts["append"] = lambda event: not written.append((event, claimed.locked()))
