@@ -163,6 +163,7 @@ OUTCOMES = {
     **dict.fromkeys(("log", "notify", "run_hook", "deny", "quarantine"), "done"),
     **dict.fromkeys(("terminate", "kill", "pause", "resume", "renice"), "sent"),
     "checkpoint": "refused",  # it has no way to answer the signal
+    "requeue": "refused",  # it is no job of `submit`
     "warn": "undelivered",  # it has no terminal
     "release": "refused",  # it computes: see test_action_release for a claim without a process
     "cancel": "refused",  # it is no job of Slurm
