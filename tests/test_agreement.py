@@ -53,7 +53,7 @@ from gpuguard.top.scene import ScreenView
 from gpuguard.views.who import LABELS
 from gpuguard.web.feed import FrameFeed
 
-MACHINES = 5000 if NUMBER else 100
+MACHINES = 5000 if NUMBER else 60
 REAL = 40 if NUMBER else 4  # of the real commands
 OWNERS = (os.geteuid(), ALICE.pw_uid, BOB.pw_uid) if os.geteuid() == 0 else (os.geteuid(),) * 3
 pytest.importorskip("textual")
