@@ -345,12 +345,14 @@ def test_amd_goes_by_uuid_where_its_runtime_knows_it_and_by_index_elsewhere():
         (["0", "2"], {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,2"}, "intel", ["0", "2"]),
         (["1"], {"ONEAPI_DEVICE_SELECTOR": "level_zero:1"}, "nvidia, amd and intel", ["5"]),
         (["7"], {}, "nvidia", []),
+        (["1"], {"GPU_DEVICE_ORDINAL": "1"}, "amd", []),  # which alone says nothing
     ],
 )
 def test_an_engine_calls_devices_by_the_numbers_of_their_vendor(names, environ, machine, called):
     labels = {device.uuid: device.label for device in MACHINES[machine]}
 
     assert [labels[uuid] for uuid in devices_called(names, environ, MACHINES[machine])] == called
+    assert devices_called(names, environ, ()) == ()
 
 
 @pytest.mark.parametrize(
