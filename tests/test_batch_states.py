@@ -162,7 +162,7 @@ def test_who_has_cancelled_a_job_is_told_if_that_was_not_its_user(events):
 
 def test_a_job_that_another_user_wants_to_end_says_so_while_it_runs():
     assert state_of(started(), happened(CANCEL, why="by root"), claims=["c0x1"]).why == "by root"
-    assert "being ended" in state_of(started(), happened(CANCEL), claims=["c0x1"]).why
+    assert "being ended" in str(state_of(started(), happened(CANCEL), claims=["c0x1"]).why)
 
 
 def test_a_cancelled_job_whose_supervisor_was_killed_is_cancelled():

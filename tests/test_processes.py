@@ -394,7 +394,7 @@ def snapshot_of(pid: int) -> Any:
 
 def facts(pid: int) -> Any:
     found = identity.facts_of(pid)
-    return found and (found.start_time, found.uids, found.parent, found.group, found.tracer, found.terminal)
+    return found and (found.start_time, found.uids, found.group, found.tracer, found.terminal)
 
 
 # Each says who a process is; None: it cannot tell.
@@ -439,7 +439,7 @@ def truth_of(pid: int) -> dict[str, Any]:
         "described": (start, uid),
         "uid_behind": uid,
         "owner": uid,
-        "facts": (start, (uid,) * 4, me, os.getpgid(pid), 0, int(told[4])),
+        "facts": (start, (uid,) * 4, os.getpgid(pid), 0, int(told[4])),
         "ancestors": {me, *procfs.ancestors(me)},
         "look_up": (me, start),
         "tree": (me, os.getpgid(pid), os.getsid(pid), start),
