@@ -16,12 +16,12 @@ from queues import a_ticket
 from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.directory import open_lock, try_flock
 from gpuguard.errors import BackendError, ImpossibleRequest, InvalidRequest, LockDirectoryError, NotEnoughGpus
-from gpuguard.model import HEALTH, MEMORY, PROCESSES, THERMAL, VERIFY_FIELDS
+from gpuguard.model import HEALTH, MEMORY, PROCESSES, THERMAL, VERIFY_FIELDS, Snapshot
 from gpuguard.queue import leader as leading
 from gpuguard.queue import waiter as waiting
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.leader import CHECK_SECONDS, GET_READY, MAY_START, POLL_SECONDS
-from gpuguard.queue.priority import Ticket
+from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.queue.tickets import new_ticket, read_tickets, wake
 from gpuguard.queue.waiter import (
@@ -578,6 +578,7 @@ def test_a_waiter_that_cannot_write_its_ticket_leaves_nothing_open(room, monkeyp
 
 # A request that may have to wait.
 
+RULES = QueueRules(bound=77.0)
 COOL = Request(max_temperature=50.0)
 
 
@@ -590,10 +591,24 @@ class Requester:
         self.failures: list[Exception | None] = []
         self.facts: dict[str, Any] = {}
         self.now, self.request, self.others = [True], None, list[QueuePosition]()
-        patch.setattr(waiting, "with_reserved_instances", lambda backend, directory, snapshot: snapshot)
+        patch.setattr(waiting, "with_reserved_instances", self.with_reserved_instances)
+        patch.setattr(waiting, "read_queue_settings", self.read_queue_settings)
+        patch.setattr(waiting, "promise", self.promise)
         patch.setattr(waiting, "record_arrival", self.arrive)
         patch.setattr(waiting, "read_queue", self.read)
         self.waiting = WaitingRequest(self, directory, JobDetails(**job))  # type: ignore[arg-type]
+
+    def read_queue_settings(self, directory: Any) -> Any:
+        assert directory is self.directory
+        return SimpleNamespace(rules=RULES)
+
+    def with_reserved_instances(self, backend: Any, directory: Any, snapshot: Snapshot) -> Snapshot:
+        assert (backend, directory) == (self, self.directory)
+        return replace(snapshot, host="with the reserved instances")
+
+    def promise(self, position: QueuePosition, rules: QueueRules, now: float) -> float:
+        assert (position.ticket.id, rules, now) == ("", RULES, 1000.0)
+        return 1234.0
 
     def arrive(self, directory: Any, reservations: Any) -> str:
         assert directory is self.directory
@@ -609,8 +624,8 @@ class Requester:
     def close(self) -> None:
         pass
 
-    def read(self, directory: Any, snapshot: Any, ticket: Ticket | None = None, *, rules: Any) -> QueueState:
-        assert directory is self.directory and rules == self.waiting._rules
+    def read(self, directory: Any, snapshot: Snapshot, ticket: Ticket | None = None, *, rules: Any) -> QueueState:
+        assert (directory, rules) == (self.directory, RULES) and snapshot.devices
         self.reads.append(snapshot)
         mine = []
         if ticket is not None:
@@ -758,7 +773,7 @@ def test_one_that_waits_joins_the_queue_once_and_is_told_where_it_stands(directo
         test.told.append(str(error))
 
     tell.tell_every = 7.0  # type: ignore[attr-defined]
-    before = NotEnoughGpus("wanted 1 GPU.", 1)
+    before = NotEnoughGpus("wanted 1 GPU.", 1, reasons=("GPU 0: in use",))
     error = asked.sleep(a_snapshot(), [COOL], 5010.0, before, tell)
     [sleeper] = test.made
     ticket = sleeper.made_of[2]
@@ -766,8 +781,9 @@ def test_one_that_waits_joins_the_queue_once_and_is_told_where_it_stands(directo
     assert (ticket.command, ticket.requests) == (("python", "a.py"), (COOL,))
     assert (sleeper.made_of[:2], sleeper.made_of[4]) == ((directory, [UUID]), requester)
     assert sleeper.made_of[3].args[0].of("").ticket == replace(ticket, promise=None)
+    assert ticket.promise == 1234.0
     assert test.slept == [(10.0, 7.0)]
-    waits = "wanted 1 GPU: number 1 of 2 in the queue, too far behind for a plan."
+    waits = "wanted 1 GPU: number 1 of 2 in the queue, too far behind for a plan.\nGPU 0: in use"
     assert test.told == [waits] * 4 and str(error) == waits
     assert asked.ticket_of([]) is sleeper.ticket
     assert asked.waited == test.clock + EPOCH - ticket.since
@@ -790,12 +806,13 @@ def test_where_one_stands_is_read_anew_before_it_is_older_than_a_minute(director
         a_snapshot(),
         [Request()],
         None,
-        NotEnoughGpus("x", 1),
+        NotEnoughGpus("x", 1, reasons=("GPU 0: in use",)),
         lambda error: reads.append((len(requester.reads), str(error))),
     )
 
-    waits = "wanted 1 GPU: number 1 of 1 in the queue, too far behind for a plan."
-    assert reads == [(0, "x"), (0, "x"), (1, waits), (1, waits)]
+    waits = "wanted 1 GPU: number 1 of 1 in the queue, too far behind for a plan.\nGPU 0: in use"
+    first = "x\nGPU 0: in use"
+    assert reads == [(0, first), (0, first), (1, waits), (1, waits)]
     assert str(error) == waits
 
 
@@ -815,11 +832,11 @@ def test_a_directory_that_takes_no_ticket_is_told(directory, monkeypatch):
 
 
 def test_a_leader_reads_what_the_requests_of_all_need_and_keeps_to_that(requester):
-    before = requester.read(requester.directory, a_snapshot(), rules=requester.waiting._rules)
+    before = requester.read(requester.directory, a_snapshot(), rules=RULES)
     needed = waiting.fields_needed(Request()) | {MEMORY, PROCESSES}
     requester.behind(Request())
     queue = requester.waiting._sample_for_all(before, False)
-    assert queue.positions == tuple(requester.others)
+    assert (queue.positions, queue.snapshot.host) == (tuple(requester.others), "with the reserved instances")
     requester.behind(COOL)
     requester.sampled.clear()
     requester.waiting._sample_for_all(before, False)
@@ -829,13 +846,14 @@ def test_a_leader_reads_what_the_requests_of_all_need_and_keeps_to_that(requeste
 
 
 def test_a_leader_reads_the_health_of_devices_where_it_is_asked_to_and_can(requester):
-    before = requester.read(requester.directory, a_snapshot(), rules=requester.waiting._rules)
+    before = requester.read(requester.directory, a_snapshot(), rules=RULES)
     requester.failures = [None, BackendError("broken")]
     requester.waiting._sample_for_all(before, True)
     assert HEALTH in requester.sampled[1] and requester.sampled[0] == {MEMORY, PROCESSES}
 
     requester.others, requester.failures = [QueuePosition(a_ticket(), 1, None, None)], [BackendError("broken")]
-    assert requester.waiting._sample_for_all(before, False) == before
+    before = replace(before, positions=tuple(requester.others))
+    assert requester.waiting._sample_for_all(before, False) == replace(before, positions=())
     starts_no_worker = BackendError("no worker")
     starts_no_worker.__cause__ = OSError(errno.EAGAIN, "Resource temporarily unavailable")
     requester.failures = [starts_no_worker]
