@@ -62,6 +62,7 @@ CASES: dict[str, tuple[PastAction, list[PastAction], list[tuple[str, str, float 
     "nothing before": (an_action(), [], []),
     "fewer in this minute": (an_action(), many(JOBS_PER_MINUTE - 1, ago=59.0), []),
     "many in this minute": (an_action(), many(JOBS_PER_MINUTE, ago=59.0), [(*RATE, 1.0)]),
+    "many at this moment": (an_action(), many(JOBS_PER_MINUTE), [(*RATE, 60.0)]),
     "many a minute ago": (an_action(), many(JOBS_PER_MINUTE, ago=60.0), []),
     "the rate of the newest": (
         an_action(), [an_action(9, ago=50.0), *many(JOBS_PER_MINUTE, ago=20.0)], [(*RATE, 40.0)]

@@ -225,6 +225,8 @@ def test_the_first_leads_and_tells_the_others_which_watch_it_from_then_on(room):
     room.joins("b")
     room.starts = [True]
 
+    [written] = read_tickets(room.directory)[0]
+    assert (written.id, written.requests) == (room.waiter.ticket.id, room.waiter.ticket.requests)
     assert room.waits() == 0.0
     [leader] = room.leaders
     assert leader.made_of == (room.directory, [UUID], room.read)
@@ -381,6 +383,17 @@ def test_a_leader_that_cannot_be_watched_is_tried_twice_and_then_waited_for(room
 
     assert room.watches[0].watched == [[holder] if holder else []] * 2
     assert not room.leaders
+
+
+def test_a_deputy_that_comes_to_lead_leaves_that_to_another(room):
+    room.led()
+    room.holder = None
+    room.events = [lambda: fcntl.flock(room.queue, fcntl.LOCK_UN)]
+    room.starts = [True]
+
+    assert room.waits() == DEPUTY_SECONDS
+    assert len(room.leaders) == 1
+    assert room.is_free(room.deputy)
 
 
 def test_the_end_of_the_leader_is_noticed_at_once(room):
