@@ -443,10 +443,12 @@ def is_at_the_seat(facts: ProcessFacts) -> bool:
     """
     uid, cgroup = facts.uids[0], facts.cgroup or ""
     own = re.search(rf":/user\.slice/user-{uid}\.slice/(session-[^/\n]+\.scope|user@{uid}\.service)", cgroup)
+    if own is None:
+        return False
     with suppress(OSError):
-        for name in os.listdir(SESSIONS) if own else ():
+        for name in os.listdir(SESSIONS):
             session = dict(line.partition("=")[::2] for line in (read_text(f"{SESSIONS}/{name}") or "").splitlines())
-            is_own = session.get("UID") == str(uid) and own and own[1] in (session.get("SCOPE"), f"user@{uid}.service")
+            is_own = session.get("UID") == str(uid) and own[1] in (session.get("SCOPE"), f"user@{uid}.service")
             if is_own and session.get("SEAT") and session.get("STATE") != "closing":
                 return True
     return False
