@@ -1,6 +1,7 @@
 """The limits on the guard itself at their edges: how many jobs it signals, what it repeats, what it may write down."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def many(count: int, first: int = 10, **fields: Any) -> list[PastAction]:
 RATE = "rate", f"{JOBS_PER_MINUTE} jobs signalled in one minute are the most"
 VICTIMS = f"{JOBS_PER_HOUR} jobs ended in one hour are the most"
 OWN = f"{VICTIMS}, and the 5 that are left are for other users: of this one 5 were ended"
+LAST = OWN.replace("the 5 that", "the 1 that").replace("one 5 were", "one 1 were")
 FIRST = "one per device", "pid 2 on this GPU comes first"
 UNSEEN = "one per device", "the effect on pid 2 on this GPU is not seen yet"
 BUSY = an_action(1, gpu=7)
@@ -84,6 +86,16 @@ CASES: dict[str, tuple[PastAction, list[PastAction], list[tuple[str, str, float 
         an_action(), many(JOBS_PER_HOUR // 2, ago=600.0, uid=1), [("victims", OWN, HOUR - 600.0)]
     ),
     "less than half of the hour": (an_action(), many(JOBS_PER_HOUR // 2 - 1, ago=600.0, uid=1), []),
+    "the last of the hour": (
+        an_action(),
+        [*many(JOBS_PER_HOUR - 2, ago=600.0, uid=2), an_action(9, ago=600.0, uid=1)],
+        [("victims", LAST, HOUR - 600.0)],
+    ),
+    "a job by its first signal": (
+        an_action(),
+        [an_action(10, "renice", ago=50.0), an_action(10, ago=30.0), *many(2, first=11, ago=20.0)],
+        [(*RATE, 10.0)],
+    ),
     "a neighbour in the hour": (an_action(), many(JOBS_PER_HOUR // 2, ago=600.0, uid=2), []),
     "a neighbour just now": (BUSY, [an_action(2, gpu=7, ago=14.0)], [(*FIRST, 1.0)]),
     "a neighbour's effect": (BUSY, [an_action(2, gpu=7, ago=BETWEEN_ACTIONS)], [(*UNSEEN, 35.0)]),
@@ -128,6 +140,10 @@ def test_what_was_done_lately_limits_what_may_be_done_now(action, past, expected
 def test_an_effect_that_is_seen_frees_the_device_but_not_at_once():
     assert failed(BUSY, an_action(2, gpu=7, ago=BETWEEN_ACTIONS), seen=True) == []
     assert failed(BUSY, an_action(2, gpu=7, ago=14.0), seen=True) == [(*FIRST, 1.0)]
+    asked = []
+    past = [an_action(2, gpu=7, ago=20.0), an_action(3, ago=20.0)]
+    assert list(ActionLimits(past).failed(BUSY, lambda done: bool(asked.append(done) or True))) == []
+    assert asked == past[:1]
 
 
 def test_a_process_is_killed_half_a_minute_after_it_was_first_asked_to_end():
@@ -172,7 +188,7 @@ def run(pid: int, start: float, end: float | None = None, **fields: Any) -> Past
         ([run(2, 1000.0, 8000.0), run(3, 8000.0, 9000.0), run(4, 9000.0)], True),
         ([run(2, 1000.0, 8000.0), run(3, 8000.0, 9000.0), run(4, 8999.0)], False),  # it ran beside the last one
         ([run(2, 1000.0, 8000.0), run(3, 7999.0, 9000.0), run(4, 9000.0)], False),  # two at the same time
-        ([run(3, 8000.0, 9000.0), run(2, 1000.0, 8000.0), run(4, 9000.0)], True),  # in whatever order
+        ([run(2, 8000.0, 9000.0), run(3, 1000.0, 8000.0), run(4, 9000.0)], True),  # in whatever order
         ([run(0, -7.0, 8000.0), run(0, -3.0, 8000.0), run(4, 9000.0)], True),  # of another boot
         ([run(2, 1000.0, 8000.0), run(3, 0.0, 9000.0), run(4, 9000.0)], False),
         ([run(2, 1000.0, 8000.0), run(3, 8000.0, 9000.0, signature="other"), run(4, 9000.0)], False),
@@ -229,8 +245,10 @@ def test_a_verdict_is_done_for_a_process_and_a_refusal_is_worth_one_line():
 
 def test_a_memory_that_has_grown_too_long_forgets_its_older_half():
     limits = ActionLimits()
-    for key in range(REMEMBERED + 1):
+    for key in range(REMEMBERED):
         limits.first_wanted(key, 0.0)
+    assert limits.first_wanted(0, 1.0) == 0.0
+    limits.first_wanted(REMEMBERED, 0.0)
     assert limits.first_wanted(0, 1.0) == 1.0 and limits.first_wanted(REMEMBERED // 2, 1.0) == 0.0
     assert limits.first_wanted(REMEMBERED // 2 - 1, 1.0) == 1.0
 
@@ -299,6 +317,11 @@ RECOVERED: dict[str, tuple[list[bytes], tuple[PastAction, ...], int]] = {
         (BARE,),
         0,
     ),
+    "one of no process, before an old line": (
+        [a_line(5.0, pid=None, facts={"start_time_seconds": None}), a_line(HOUR + 1.0)], (bare(NOW - 5.0, (0, 0.0)),), 0
+    ),
+    "one on no device": ([a_line(5.0).replace(b'"devices": ["gpu0"], ', b"")], (replace(BARE, devices=()),), 0),
+    "a line that was cut": ([a_line(5.0)[:60]], feared(1), 1),
     "a line that is torn": ([a_line(5.0), a_line(5.0)[:-2]], (BARE, *feared(1)), 1),
     "lines that say nothing": ([b"torn\n", b"torn\n", a_line(5.0)], (BARE, *feared(1, 2)), 2),
     "an action that cannot be": (
@@ -316,13 +339,24 @@ def test_the_actions_of_the_last_hour_come_back_from_the_log(log, lines, actions
     assert (found.actions, found.problem and translated(found.problem)) == (actions, damaged(torn) if torn else None)
 
 
-def test_a_log_that_cannot_be_read_counts_as_many_actions(log):
-    log.mkdir()
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), OSError("Input/output error")])
+def test_a_log_that_cannot_be_read_counts_as_many_actions(log, monkeypatch, error):
+    def refused(path: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(limiting, "read_log", refused)
     found = recover_actions(str(log), NOW, UNIX)
 
     assert found.actions == feared(*range(1, MOST_JOBS + 1))
-    assert translated(found.problem).startswith("the audit log cannot be read (")
-    assert translated(found.problem).endswith("), so what was done in the last hour is unknown")
+    assert translated(found.problem) == (
+        "the audit log cannot be read (Input/output error), so what was done in the last hour is unknown"
+    )
+
+
+def test_where_the_boot_is_unknown_no_process_is_one_of_this_boot(log, monkeypatch):
+    monkeypatch.setattr(limiting, "boot_id", lambda: "")
+
+    assert recovered(log, a_line(5.0, facts={"boot": ""})).actions == (bare(NOW - 5.0, (0, 5.0 - NOW)),)
 
 
 def test_the_line_of_an_action_has_what_brings_it_back(log):
@@ -350,7 +384,7 @@ def spent(user: str | None = "alice") -> AuditQuota:
 
 def test_a_user_may_fill_the_log_so_far_and_then_with_a_line_now_and_then():
     quota = spent()
-    assert not quota.admits(an_event(), NOW)
+    assert not quota.admits(an_event(facts=(("policy", "p"),)), NOW)
     assert quota.admits(an_event("bob"), NOW)
     assert not quota.admits(an_event(), NOW + SECONDS_PER_LINE - 1.0)
     assert quota.admits(an_event(), NOW + SECONDS_PER_LINE)

@@ -29,7 +29,7 @@ class Process:
         patch.setattr(pauses.os, "cpu_count", lambda: 4)
         patch.setattr(pauses.time, "monotonic", lambda: self.clock)
         patch.setattr(pauses.time, "time", lambda: 7.0)
-        patch.setattr(pauses.identity, "has_ended", lambda pidfd: self.ended)
+        patch.setattr(pauses.identity, "has_ended", lambda pidfd: os.fstat(pidfd) and self.ended)
         patch.setattr(pauses.identity, "is_alive", lambda process: self.alive)
         patch.setattr(pauses, "stat_of", self.stat_of)
         patch.setattr(pauses, "status_words", self.status_words)
@@ -113,6 +113,7 @@ SEEN: dict[str, tuple[dict[str, Any], str | None]] = {
         {"masks": {b"ShdPnd": BIT[signal.SIGTSTP], b"SigBlk": BIT[signal.SIGTSTP]}}, None
     ),
     "with another signal that waits": ({"masks": {b"ShdPnd": 1 << (signal.SIGTERM - 1)}}, None),
+    "with a mask of many digits": ({"masks": {b"ShdPnd": 1 << (signal.SIGIO - 1)}}, None),
     "with masks that are not shown": ({"masks": {b"ShdPnd": None, b"SigPnd": None, b"SigBlk": None}}, None),
     "with all the CPU that may be counted late": ({"cpu": STOPPED}, None),
     "with more CPU": ({"cpu": STOPPED + 0.01}, ANEW),

@@ -144,7 +144,7 @@ def test_the_drivers_that_are_not_open_are_looked_for_in_the_mappings(monkeypatc
 MAPS = b"""\
 7f00-7f01 r-xp 00000000 fe:0a 1234 /usr/lib/libc.so.6
 7f01-7f02 rw-p 00000000 00:00 0
-7f02-7f03 rw-s 00000000 00:05 77   /dev/nvidia0
+7f02-7f03 rw-s 00000000 00:1a 77   /dev/nvidia0
 no line
 """
 
@@ -160,7 +160,7 @@ def test_an_older_kernel_shows_mappings_as_lines(monkeypatch):
     monkeypatch.setattr(identity, "fcntl", refusing(errno.ENOTTY))
 
     found = list(identity._mapped_files(io.BytesIO(MAPS)))
-    assert found == [(os.makedev(0xFE, 0x0A), 1234), (0, 0), (os.makedev(0, 5), 77)]
+    assert found == [(os.makedev(0xFE, 0x0A), 1234), (0, 0), (os.makedev(0, 0x1A), 77)]
 
 
 def test_a_newer_kernel_is_asked_for_one_mapping_after_the_other(monkeypatch):
@@ -264,6 +264,32 @@ def test_a_file_is_roots_where_it_lies_in_a_place_of_roots_and_is_that_file(monk
     assert identity._is_roots(17, path, b"fe:01", 11) is expected
 
 
+def test_the_mappings_of_a_process_are_those_of_its_first_and_last_threads(monkeypatch):
+    opened = []
+    status = SimpleNamespace(st_dev=os.makedev(0, 0x1A), st_ino=77, st_rdev=9)
+
+    def open_maps(path: str, mode: str) -> io.BytesIO:
+        opened.append((path, mode))
+        if path == "/proc/17/task/19/maps":
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return io.BytesIO(MAPS)
+
+    monkeypatch.setattr(identity, "fcntl", refusing(errno.ENOTTY))
+    monkeypatch.setattr(identity, "_nodes", lambda root, patterns: [status] if root == "/proc/17/root" else [])
+    monkeypatch.setattr(identity, "_threads", lambda pid: [f"/proc/{pid}/task/{thread}" for thread in (17, 18, 19)])
+    monkeypatch.setattr(identity, "open", open_maps, raising=False)
+
+    assert list(identity._mapped_nodes(17)) == [9, 9]
+    assert opened == [(f"/proc/17/{thread}maps", "rb") for thread in ("", "task/18/", "task/19/")]
+
+
+def test_a_mount_namespace_whose_owner_is_not_shown_is_not_one_that_root_made(monkeypatch):
+    assert identity._sees_what_root_made(os.getpid())
+    monkeypatch.setattr(identity, "fcntl", refusing(errno.EPERM))
+    assert not identity._sees_what_root_made(os.getpid())
+    assert not identity._sees_what_root_made(2**22 + 1)
+
+
 # The program.
 
 
@@ -320,6 +346,7 @@ def test_a_program_belongs_to_the_system_where_only_root_can_have_put_it_and_it_
     facts, draws, expected
 ):
     assert identity.belongs_to_the_system(facts, draws) is expected
+    assert draws or identity.belongs_to_the_system(facts) is expected
 
 
 def test_the_signature_is_that_of_user_program_script_cgroup_and_claim():

@@ -284,6 +284,8 @@ def test_a_second_deputy_looks_more_rarely(room):
     room.waits(2.5)
 
     assert room.pauses == [DEPUTY_SECONDS, 0.5]
+    room.waits(6.0, 1.0)
+    assert room.watches[0].watched == [[LEADER]] * 3, "it tries to lead at first, and at its own checks"
 
 
 def test_what_is_told_on_a_terminal_is_told_more_often(room, monkeypatch):
@@ -453,6 +455,100 @@ def test_one_that_is_woken_on_and_on_sleeps_between_but_not_past_its_deadline(ro
     assert room.slept == [WAKE_SECONDS, WAKE_SECONDS, 0.5]
 
 
+def test_a_leader_that_may_start_on_and_on_sleeps_between_but_not_past_its_deadline(room):
+    room.starts = [True] * 30
+    for _ in range(int(WAKES)):
+        room.waits()
+    assert room.slept == []
+    room.waits(0.5)
+    room.waits()
+
+    assert room.slept == [0.5, WAKE_SECONDS]
+
+
+ERRORS = [OSError(errno.EMFILE, "Too many open files"), LockDirectoryError("the lock file is a link")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["OSError", "ClaimError"])
+@pytest.mark.parametrize("leave", [Waiter.resign, Waiter.pause, Waiter.withdraw])
+def test_an_error_while_it_leaves_the_lead_is_no_matter(room, monkeypatch, leave, error):
+    def fails(*_: Any) -> None:
+        raise error
+
+    room.waits(0.25)
+    monkeypatch.setattr(waiting, "wake", fails)
+    leave(room.waiter)
+
+    assert room.is_free(room.queue)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["OSError", "ClaimError"])
+def test_an_error_while_it_tells_the_others_keeps_none_from_leading(room, monkeypatch, error):
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(waiting, "wake", fails)
+    room.starts = [True]
+
+    assert room.waits() == 0.0
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["OSError", "ClaimError"])
+def test_an_error_while_it_looks_after_the_leader_passes_nobody(room, monkeypatch, error):
+    def fails(*_: Any) -> Any:
+        raise error
+
+    room.led(9.0)
+    monkeypatch.setattr(waiting, "tickets_of_process", fails)
+
+    assert room.waits(2.5) == 2.5
+    assert not room.leaders
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["OSError", "ClaimError"])
+def test_a_substitute_that_cannot_see_the_leader_goes_on(room, monkeypatch, error):
+    def fails(*_: Any) -> Any:
+        raise error
+
+    room.led(9.0)
+    room.events = [lambda: monkeypatch.setattr(waiting, "tickets_of_process", fails)]
+
+    assert room.waits(2.5) == 2.5
+    assert len(room.leaders) == 1 and not room.leaders[0].closed
+
+
+def test_one_that_looks_after_no_leader_any_more_wakes_less_often(room):
+    room.led(9.0)
+    room.waits(0.25)
+    room.waiter.resign()
+    assert try_flock(room.deputy)
+    room.holder = None
+    room.naps.clear()
+    room.waits(2.0)
+
+    assert room.pauses == [DEPUTY_SECONDS]
+
+
+def test_a_lock_that_cannot_be_used_any_more_is_not_taken_again_after_a_stop(room, monkeypatch):
+    def fails(lock: int) -> bool:
+        raise ERRORS[1]
+
+    room.waits(0.25)
+    room.waiter.pause()
+    with monkeypatch.context() as patch:
+        patch.setattr(waiting, "try_flock", fails)
+        room.waiter.resume()
+
+    assert room.is_free(room.queue)
+
+
+def test_one_that_does_not_lead_takes_no_lock_after_a_stop(room):
+    room.waiter.pause()
+    room.waiter.resume()
+
+    assert room.is_free(room.queue)
+
+
 def test_one_that_is_woken_now_and_then_never_sleeps_for_that(room):
     room.led()
     for _ in range(int(WAKES) * 2):
@@ -482,18 +578,6 @@ def test_where_none_leads_each_samples_by_itself_now_and_then(room):
     room.age["l"] = 1000.0
     assert room.waits() == OWN_CHECK_SECONDS, "as long as one is known to lead, it looks more rarely"
     assert room.waits() == ALONE_SECONDS
-
-
-def test_an_error_while_it_looks_after_the_leader_passes_nobody(room, monkeypatch):
-    room.led(9.0)
-
-    def fails(*_: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(room, "holder", LEADER)
-    monkeypatch.setattr(waiting, "tickets_of_process", fails)
-    assert room.waits(2.5) == 2.5
-    assert not room.leaders
 
 
 def test_a_ticket_that_was_removed_is_made_again(room):

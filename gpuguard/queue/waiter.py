@@ -350,7 +350,7 @@ class Waiter:
         self._held.withdraw()
         self._leader.close()
         self.resign()
-        locks, self._queue, self._deputy = (self._queue, self._deputy), -1, -1
+        locks, self._queue = (self._queue, self._deputy), -1
         for lock in locks:
             os.close(lock)
 
