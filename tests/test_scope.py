@@ -12,6 +12,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies import policy as policy_module
+from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.policy import (
     Exemption,
     KeptMark,
@@ -26,7 +27,7 @@ from gpuguard.policies.policy import (
     seconds_within,
     unjudged,
 )
-from gpuguard.policies.thresholds import MemoryRule, PowerRule
+from gpuguard.policies.thresholds import HealthRule, MemoryRule, PowerRule
 from gpuguard.policies.view import HostUse, RuleView, claim_subject, index_sample, process_subject, reach_of
 from gpuguard.units import parse_memory_amount, parse_power_amount
 
@@ -556,6 +557,21 @@ def test_a_policy_that_judges_by_what_a_driver_never_tells_says_so(key, told):
     said = "p: power cannot judge GPU 0, GPU 2 by power_draw: not told"
     assert list(unjudged(per_device, machine)) == ([said] if told else [])
     assert list(unjudged(per_process, machine)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "fields"),
+    [
+        (ExpressionRule(parse_expression("temperature > 9C and power_draw > 1W and memory_used > 1GiB")),
+         {"temperature", "power_draw"}),
+        (HealthRule(ecc_corrected_above=1, retired_pages_above=1, throttle_reasons=("hw_*",)),
+         {"ecc_corrected_volatile", "retired_pages", "throttle_reasons"}),
+        (HealthRule(ecc_uncorrected_above=1), {"ecc_uncorrected_volatile"}),
+        (HealthRule(problems=("lost",)), set()),
+    ],
+)  # fmt: skip
+def test_a_rule_judges_by_the_fields_that_its_keys_name(rule, fields):
+    assert rule.judges_by == fields
 
 
 def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_reaches_none_further():
