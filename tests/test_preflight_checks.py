@@ -248,7 +248,7 @@ def test_a_process_is_only_believed_to_use_a_gpu_whose_driver_it_has_open(
         asked.append(devices)
         return drivers
 
-    def came(uuid: str, process: Any) -> float | None:
+    def came(uuid: str, process: Any) -> Any:
         assert (uuid, process) == (UUID, (4711, 1000.0))
         return arrived
 
@@ -362,7 +362,8 @@ def test_a_job_goes_into_the_queue_again_where_its_run_is_there_to_do_so(
 
 
 def test_a_claim_is_unused_where_no_process_computes_and_no_memory_is_used(monkeypatch):
-    asked, answer = [], [((), None)]
+    asked = []
+    answer: list[Any] = [((), None)]
 
     def computing(claim: Any, snapshot: Any, seen: Any) -> Any:
         asked.append((claim, snapshot, seen))

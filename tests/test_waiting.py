@@ -333,6 +333,27 @@ def test_a_leader_whose_tickets_do_not_name_it_is_found_by_their_pid(room):
     assert not room.leaders
 
 
+def test_a_leader_is_found_by_its_process_however_many_tickets_there_are(room, monkeypatch):
+    mine, asked = a_ticket(id="m", pid=LEADER), []
+    monkeypatch.setattr(waiting, "tickets_of_process", lambda directory, pid: asked.append(pid) or [mine])
+    assert try_flock(room.queue)
+    room.waits(0.25)
+
+    assert not room.leaders and set(asked) == {LEADER}
+
+
+def test_one_that_gave_way_samples_at_once_when_it_leads_again(room):
+    room.led(9.0)
+    room.events = [
+        lambda: room.age.update(l=0.0),
+        lambda: (fcntl.flock(room.queue, fcntl.LOCK_UN), room.readable.add(OF_WATCH)),
+    ]
+    room.starts = [False, True]
+
+    assert room.waits() == WATCH_SECONDS
+    assert [len(leader.sampled) for leader in room.leaders] == [1, 1]
+
+
 def test_a_leader_that_falls_silent_is_passed_at_the_next_check_of_the_deputy(room):
     room.led()
     room.events = [None, None, lambda: room.age.update(l=9.0)]
@@ -349,7 +370,7 @@ def test_a_substitute_gives_way_as_soon_as_the_leader_works_again(room):
     room.waits(3.0)
 
     [leader] = room.leaders
-    assert leader.closed
+    assert leader.closed and room.reports == 2, "its pause is over when it gives way"
     assert room.pauses[:2] == [0.5, 0.5]
     assert leader.sampled == [room.waiter.ticket.id]
     assert not room.is_free(room.deputy), "it stays the deputy"
@@ -362,7 +383,7 @@ def test_a_substitute_becomes_the_leader_when_the_leader_is_gone(room):
     room.waits(2.0)
 
     [leader] = room.leaders
-    assert not leader.closed
+    assert not leader.closed and room.reports == 1
     assert not room.is_free(room.queue) and room.is_free(room.deputy)
     assert room.pauses == [0.5] * 4
 
@@ -589,6 +610,18 @@ def test_a_ticket_that_was_removed_is_made_again(room):
     assert room.waits() == ALONE_SECONDS, "a leader that lives, but knows nothing of it"
     assert replace(room.waiter.ticket, id=before.id) == before
     assert [ticket.id for ticket in read_tickets(room.directory)[0]] == [room.waiter.ticket.id] != [before.id]
+
+
+def test_a_ticket_that_cannot_be_made_again_is_no_reason_to_wait_longer(room, monkeypatch):
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    room.led()
+    for path in Path(room.directory.records).glob(f"*{room.waiter.ticket.id}*"):
+        path.unlink()
+    monkeypatch.setattr(waiting, "OwnTicket", full)
+
+    assert room.waits() == ALONE_SECONDS
 
 
 def test_a_leader_is_never_alone_and_looks_at_that_rarely(room):

@@ -308,8 +308,8 @@ class Waiter:
         own_check_at = time.monotonic() + self._own_check
         must_sample = may_lead = True
         while until is None or time.monotonic() < until:
-            if may_lead and self._becomes_leader():
-                must_sample = True
+            if may_lead:
+                self._try_to_lead()
             if self._leads and must_sample:
                 self._held.send_heartbeat()
                 if self._leads.sample(self.ticket.id):
@@ -327,9 +327,8 @@ class Waiter:
                 self._comes_next = True
                 with suppress(BackendError):
                     self._backend.sample(frozenset())  # starts its worker
-            if self._leads:
-                # The daemon wakes even a leader: for a decision of its own, which nothing else reports.
-                must_sample = self._leads.must_sample(ready) or MAY_START in messages
+            # The daemon wakes even a leader: for a decision of its own, which nothing else reports.
+            must_sample = not self._leads or self._leads.must_sample(ready) or MAY_START in messages
             # Where the daemon decides which request is next, its word counts even for a leader.
             if MAY_START in messages and (self._directory.closed or not self._leads):
                 return
@@ -473,9 +472,9 @@ class Waiter:
         if self._wakes < 0:
             time.sleep(WAKE_SECONDS if until is None else max(0.0, min(WAKE_SECONDS, until - now)))
 
-    def _becomes_leader(self) -> bool:
+    def _try_to_lead(self) -> None:
         if self._leads:
-            return False
+            return
         for _attempt in range(2):  # the leader may end before its pid is known, and its end would go unnoticed
             if try_flock(self._queue):
                 break
@@ -484,16 +483,15 @@ class Waiter:
                 self._is_substitute = self._must_take_over()
                 if self._is_substitute:
                     break
-                return False
+                return
         else:
-            return False
+            return
         if not self._is_substitute:
             self._resign_as_deputy()  # one of the other processes watches this one
         self._leader.close()
         self._leads = Leader(self._directory, self._uuids, self._read)
         with suppress(OSError, ClaimError):
             wake(self._directory, self._others(), NEW_LEADER)  # so that they watch this process from now on
-        return True
 
     def _is_alone(self) -> bool:
         """Return whether this process must sample by itself, because no leader does; called now and then."""
