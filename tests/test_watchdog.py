@@ -379,6 +379,74 @@ def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
     assert rounds.seen[:4] == [0.002, 0.004, 0.008, 0.016]
 
 
+def test_the_loop_waits_for_what_is_left_of_the_pause_after_a_step(a_watchdog, monkeypatch):
+    now, waits = [100.0], []
+
+    def step():
+        now[0] += 0.25 if not waits else 5.0
+
+    class Waits(threading.Event):
+        def wait(self, timeout=None):
+            waits.append((timeout, guard.last_round))
+            if len(waits) == 2:
+                self.set()
+            return self.is_set()
+
+    guard = a_watchdog(Scripted(*snapshots(A_HOG)), interval=(1.0, 1.0))
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(guard, "step", step)
+    guard.run(Waits())
+
+    assert waits == [(guard.pause - 0.25, 100.25), (0.01, 105.25)]
+
+
+def test_what_policies_judge_by_is_read_whole_for_a_recording(directory, monkeypatch):
+    row = a_process(17)
+    snapshot, joined = a_snapshot(a_device(0, processes=(row,))), a_snapshot(a_device(1, processes=(row,)))
+    stats, read = {17: "stat of 17"}, []
+
+    class Uses:
+        def sample(self, *words, **more):
+            read.append(("host", words, more))
+            return {"host": 1}
+
+        def groups(self, *words):
+            read.append(("groups", words))
+            return {7: frozenset({"lab"})}
+
+        def machine(self, limits):
+            read.append(("machine", limits))
+            return "machine"
+
+    def sample(fields):
+        read.append(("sample", fields))
+        return snapshot
+
+    monkeypatch.setattr(watchdog, "HostUses", Uses)
+    monkeypatch.setattr(watchdog, "stat_of", lambda pid: f"stat of {pid}")
+    monkeypatch.setattr(
+        watchdog, "with_claims", lambda given, place: (given, place()) == (snapshot, directory) and joined
+    )
+    monkeypatch.setattr(watchdog, "process_facts", lambda *words: {"facts": words})
+    backend = Scripted(snapshot)
+    monkeypatch.setattr(backend, "sample", sample)
+    view = watchdog.ViewReader(backend, directory).read()
+
+    assert {name: getattr(view, name) for name in ("snapshot", "host", "machine", "groups", "seen")} == {
+        "snapshot": joined,
+        "host": {"host": 1},
+        "machine": "machine",
+        "groups": {7: frozenset({"lab"})},
+        "seen": {"facts": (joined, stats)},
+    }
+    assert read == [
+        ("sample", watchdog.RECORDED_FIELDS),
+        ("host", (joined, stats), {"debuggers": True}),
+        ("groups", (joined,)),
+        ("machine", watchdog.RECORDED_LIMITS),
+    ]
+
+
 def test_the_pause_after_a_fault_is_never_longer_than_a_minute(a_watchdog):
     guard = a_watchdog(Scripted(DriverUnresponsive("no answer")), interval=(1.0, 600.0))
     guard.run(Rounds(9, lambda: None))
@@ -522,7 +590,12 @@ def test_the_admin_is_told_once_of_a_process_that_is_listed_after_its_end_and_of
     lists += [(replace(stays, ended=True, user=None, uid=None, start_time=None),)] * 3 + [()]
     devices = [a_device(processes=processes, memory_used=20 * GIB) for processes in lists]
     samples = [a_snapshot(device, clock=10_000.0 + number) for number, device in enumerate(devices)]
-    looks(a_watchdog(Scripted(*samples), ()), len(samples))
+    guard = a_watchdog(Scripted(*samples), ())
+    looks(guard, 4)
+    assert log == [], "it may be just ending"
+    looks(guard, 1)
+    assert len(log) == 1
+    looks(guard, 2)
 
     assert written(log, "note") == [
         Event(
