@@ -29,6 +29,7 @@ MAX_DESCRIPTORS = 64  # of one reply
 SO_PASSRIGHTS = 83  # since Linux 6.16; the number of asm-generic, as on every machine that NVIDIA has drivers for
 REPLY_SECONDS = 10.0
 CLOCK_TICK = 0.02  # seconds by which the time of a file may be behind the clock
+_ROOM = socket.CMSG_LEN(MAX_DESCRIPTORS * struct.calcsize("i"))  # for the descriptors that come with a reply
 _ADVICE = N_("An administrator starts one: see `gpuguard daemon --help`.")
 
 _Reply = TypeVar("_Reply")
@@ -284,9 +285,12 @@ def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
     with ExitStack() as stack:
         stack.callback(close_all, descriptors)
         while not line.endswith(b"\n") and len(line) <= MAX_REPLY_BYTES:
-            # They are close-on-exec from the start, because another thread may start a program at any moment.
-            more, received, _, _ = socket.recv_fds(connection, 65536, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            descriptors += received
+            # They are close-on-exec from the start, because another thread may start a program at any moment.  For
+            # that reason socket.recv_fds() will not do: it drops its flags.
+            more, attached, _, _ = connection.recvmsg(65536, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, content in attached:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors += [number for (number,) in struct.iter_unpack("i", content)]
             if not more:
                 break
             line += more
