@@ -32,7 +32,7 @@ _FIELDS_OF = {
         "uid user command executable container working_directory conda_environment",
     ),
     "claim": (
-        "alive pid since holders ends expected waited memory most max_processes written hidden",
+        "alive pid since holders ends expected waited memory most max_processes written hidden requeue",
         "id uid user devices note command slots job",
     ),
     "host": ("cpu memory network traced", "terminal"),
