@@ -1,5 +1,6 @@
 """The action release: a policy takes a claim back under which nobody computes, and no other one."""
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -7,6 +8,7 @@ import termios
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,7 +225,8 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
     make, check = REFUSED[what]
     outcome = claimed.act(holder, **make(claimed, holder, monkeypatch))
 
-    assert (outcome.word, [against.check for against in outcome.failed]) == ("refused", [check])
+    [against] = outcome.failed
+    assert (outcome.word, against.check, bool(against.text)) == ("refused", check, True)
     assert [event.outcome for event in claimed.events] == ["refused"]
     assert claimed.locked() == (1 if what == "a claim that loses a GPU" else 2)
 
@@ -261,11 +264,10 @@ def test_the_warning_before_it_goes_to_the_terminal_of_the_holder(claimed):
     os.close(theirs)
 
 
-def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claimed, holder, monkeypatch):
-    def refuse(pidfd: int, number: int) -> int:
-        raise releasing.NotPermitted("no")
-
-    monkeypatch.setattr(releasing, "_getfd", refuse)
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES])
+def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claimed, holder, monkeypatch, code):
+    refusing = SimpleNamespace(syscall=lambda *_: -1)
+    monkeypatch.setattr(releasing, "ctypes", SimpleNamespace(CDLL=lambda *_, **__: refusing, get_errno=lambda: code))
     outcome = claimed.act(holder)
 
     assert (outcome.word, claimed.locked()) == ("refused", 2) and "pidfd_getfd" in claimed.events[0].message

@@ -558,6 +558,13 @@ def test_devices_that_no_request_wants_are_free_for_a_reservation() -> None:
     assert started(planned(queue, beside(a_reservation(1, 0.0, "d0", "d1"), fits={only: a_fit("d0")})))
 
 
+def test_what_is_reserved_for_the_user_of_a_request_moves_no_other_reservation_to_its_device() -> None:
+    queue = [a_ticket(1, requests=[only := Request(devices=("d0",))])]
+    own, of_another = replace(a_reservation(1, 0.0, user=1), id="own"), a_reservation(1, 0.0, user=9)
+
+    assert started(planned(queue, beside(own, of_another, fits={only: a_fit("d0")})))
+
+
 def test_a_request_is_held_back_by_the_reservation_that_has_its_device() -> None:
     queue = [a_ticket(requests=[only := Request(devices=("d0",))])]
     others = [replace(a_reservation(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]

@@ -16,12 +16,21 @@ from typing import Any
 import pytest
 from builders import MIB
 from sources import ROOT
+from users import ALICE
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims import directory as lockfiles
 from gpuguard.claims import disk_room, records
 from gpuguard.claims.claim import Claim, lock_device
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import (
+    BROKERED,
+    Gate,
+    LockDirectory,
+    is_same_file,
+    lock_directory,
+    open_lock,
+    try_flock,
+)
 from gpuguard.claims.disk_room import Room, RoomUsage, room_for_records
 from gpuguard.claims.records import (
     MAX_BYTES,
@@ -45,6 +54,21 @@ def test_records_may_lie_in_a_sticky_directory(directory: LockDirectory) -> None
     Path(directory.records).chmod(0o1777)
 
     assert lock_directory(directory.path) == directory
+
+
+@pytest.mark.root
+def test_who_acts_for_a_user_opens_what_that_user_may_open(open_place: Path) -> None:
+    """As the hooks of Slurm do, whose real user stays root."""
+    directory = lock_directory(f"{open_place}/claims")
+    Path(directory.lock_path("gate")).touch(BROKERED)
+    roots = lock_directory(directory.path)
+    os.seteuid(ALICE.pw_uid)
+    try:
+        theirs = lock_directory(directory.path)
+    finally:
+        os.seteuid(0)
+
+    assert [(found.keeper, found.closed) for found in (roots, theirs)] == [(0, False), (0, True)]
 
 
 def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Path) -> None:

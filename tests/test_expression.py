@@ -335,6 +335,7 @@ ATTACKS = [
     "not " * 249 + "claimed",
     "claimed" + " and claimed" * 5000,
     "claimed" + " or claimed" * 99 + " or claimed" * 10,
+    "not not uid" + "+uid" * 98 + ">3",  # one word more than the longest below
     "user in (" + "'a'," * 240 + ")",
     "-" * 900 + "uid > 3",
     " " * 100_000 + "claimed",
@@ -372,6 +373,7 @@ def test_the_longest_expressions_are_judged_in_no_time():
         " or ".join(["user == 'x'"] * 50),
         "(" * 16 + "claimed" + ")" * 16,
         "not " * 16 + "claimed",
+        "not uid" + "+uid" * 98 + ">3",
     ]
     hostile = a_process(executable="a" * 1_000_000, command=("a" * 1_000_000,))
     for text in conditions:

@@ -91,14 +91,16 @@ def test_what_stands_is_said_with_what_was_seen_what_comes_and_what_is_in_the_wa
 def test_what_was_promised_to_a_person_at_a_terminal_happens_after_their_grace():
     watch = Watch(a_policy("warn", "pause", Step("terminate"), Step("kill", KILL_AFTER), cooldown=9000))
     at_terminal = {(4711, 1000.0): HostUse(terminal="/dev/pts/1")}
-    promised, happened = [], []
+    promised, worst, happened = [], [], []
     for clock in range(0, 2500, 10):
         for verdict in watch.sees(RuleView(busy(clock), host=at_terminal)).verdicts:
             happened.append((verdict.action, clock, verdict.graced))
             promised.append((verdict.next_action, verdict.next_after and clock + verdict.next_after))
+            worst.append((verdict.harm_action, verdict.harm_after and clock + verdict.harm_after))
 
     assert happened == [("warn", 30, 0), ("pause", 690, 600), ("terminate", 1290, 600), ("kill", 1920, 600)]
     assert promised == [*(step[:2] for step in happened[1:]), (None, None)]
+    assert worst == [("terminate", 1290), ("terminate", 1290), ("kill", 1920), (None, None)]
 
 
 def test_the_step_that_harms_is_known_from_the_beginning_and_when_it_comes():

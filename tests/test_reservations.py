@@ -233,7 +233,7 @@ def test_an_arrival_is_noted_for_its_user_alone(directory):
     other = replace(made, uid=os.geteuid() + 1)
 
     assert record_arrival(directory, [other]) == ()
-    record_arrival(directory, [made])
+    record_arrival(directory, [other, made])
     _, _, arrivals = read_reservations(directory, time.time())
     assert list(arrivals) == [made.key]
 

@@ -257,7 +257,7 @@ def test_what_a_policy_file_says_of_the_guard_is_so_for_each_action(a_watchdog, 
     assert (context.notifier, context.language, context.alarm) == (guard.site_rules.notifier, "zh", ("ops",))
     assert context.templates == guard.site_rules.templates
     assert context.arrived(A_HOG.uuid, process) == later[0].clock
-    assert context.member(process).process == process
+    assert [context.member(one).process for one in (process, (4711, 9999.0))] == [process, (4711, 9999.0)]
 
 
 @pytest.mark.parametrize("only_looks", [False, True])
@@ -703,6 +703,7 @@ def test_only_the_administrator_is_told_that_the_breaker_holds_a_policy_back(a_w
         ),
     )
     assert said in post.bodies[0] and "at_most" not in post.bodies[0]
+    assert watchdog.BREAKER.advice["en"] in post.bodies[0]
     assert outcomes(log) == []
 
 
