@@ -523,9 +523,7 @@ QUEUES: tuple[type[BatchQueue], ...] = (Gpuguard, Gflow, TaskSpooler, Nq, Submit
 
 def why_missing(queue: type[BatchQueue], others: Path) -> str:
     """Return why a queue cannot be tried here, or ""."""
-    path = f"{others}/bin{os.pathsep}{os.environ['PATH']}"
-    if not shutil.which(queue.program, path=path):
-        return f"{queue.program} is not installed"
     if queue is Submitit and not list(others.glob("lib/python*/site-packages/submitit")):
         return "submitit is not installed"
-    return ""
+    path = f"{others}/bin{os.pathsep}{os.environ['PATH']}"
+    return "" if shutil.which(queue.program, path=path) else f"{queue.program} is not installed"

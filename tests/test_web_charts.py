@@ -135,7 +135,7 @@ def test_a_sample_that_fails_unforeseen_is_said_and_the_next_one_goes_well(monke
         looks.append(1)
         if len(looks) == 1:
             raise ZeroDivisionError("secret")
-        return {"schema": 1, **dict.fromkeys(("devices", "users", "line", "findings", "events", "unknown"), ())}
+        return {"schema": 1, **dict.fromkeys(("devices", "users", "line", "jobs", "findings", "events", "unknown"), ())}
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(FrameFeed, "_content", seen)
