@@ -272,7 +272,7 @@ ANSWERS = {
     "events": "no such events in ",
     "report": NO_STORE,
     "history": NO_STORE,
-    "release": "there is no claim",
+    "release": "there is no claim|no claim is yours",  # root, and others
     "resume": "only root may do that",
     "keep --for 1h": "no daemon answers in ",
     "cancel x1": "no request and no claim has an id that begins with 'x1'",

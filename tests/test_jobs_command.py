@@ -539,6 +539,7 @@ def test_the_lock_of_a_dispatcher_that_another_user_has_made_is_refused(node, mo
         dispatcher_of(directory, node.store, node.source)
 
 
+@pytest.mark.terminal
 def test_a_night_outlives_the_terminal_and_the_morning_tries_again_what_has_failed(node, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     script = str(ROOT / "examples" / "overnight.sh")
