@@ -47,7 +47,7 @@ def outliving() -> tuple[str, ...]:
         raise InvalidRequest(
             _(
                 "this machine ends all processes of a user at logout (KillUserProcesses=yes).  Let yours stay by "
-                "`loginctl enable-linger`, then submit again."
+                "`loginctl enable-linger`, then try again."
             )
         )
     return IN_SCOPE if fate == NEEDS_SCOPE else ()
