@@ -64,10 +64,10 @@ def test_both_switches_end_the_offender_and_no_bystander(tmp_path):
 def test_one_switch_is_not_enough_and_the_other_is_named(tmp_path, mode, options, said):
     policy = HOGS.format(mode=mode, steps="terminate")
     with a_daemon(tmp_path, policy, *options, named=True) as daemon, somebodys(daemon.node, "0", 40 * GIB) as offender:
-        event = daemon.until("terminate")[0]
+        event = daemon.outcome("terminate", "dry run")
 
         assert offender.poll() is None
-    assert (event["outcome"], event["pid"], event["facts"]["policy"]) == ("dry run", offender.pid, "hogs")
+    assert (event["pid"], event["facts"]["policy"]) == (offender.pid, "hogs")
     assert said in daemon.said()
 
 

@@ -15,6 +15,7 @@ from daemons import a_daemon
 from enforcing_daemon import driven
 from fake_nvml import GIB, FakeNvml
 from guard_scene import a_child, a_scene
+from nodes import eventually
 
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.clusters import slurm
@@ -86,7 +87,9 @@ def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
 
             # Three jobs a minute are the most, however many daemons sent them.
             assert [event["outcome"] for event in after] == ["about to", "refused"]
-            assert sum(child.poll() is None for child in children) == 1
+            assert eventually(lambda: sum(child.poll() is None for child in children) == 1)  # after its line
+            daemon.end()
+        assert sum(child.poll() is None for child in children) == 1
 
 
 def a_line(**change: Any) -> dict[str, Any]:

@@ -94,6 +94,18 @@ class DaemonUnderTest:
         assert eventually(lambda: len(self.events(kind)) >= number, seconds), self.said()
         return self.events(kind)
 
+    def outcome(self, kind: str, outcome: str) -> dict[str, Any]:
+        """The first event of a kind with this outcome, as soon as there is one.
+
+        An event before it may say "refused": on a busy machine a sample may be too old when its line is written.
+        """
+
+        def ended() -> list[dict[str, Any]]:
+            return [event for event in self.events(kind) if event["outcome"] == outcome]
+
+        assert eventually(lambda: bool(ended())), self.said()
+        return ended()[0]
+
     def end(self, signum: int = signal.SIGTERM) -> int:
         """Send it a signal, and wait for its end: its exit status."""
         assert self.process
