@@ -537,6 +537,7 @@ class Verdict:
     step: int  # number of the policy's step, 0 is the first
     since: float  # CLOCK_BOOTTIME when the condition began to hold
     enforce: bool = False  # the policy's own switch; the daemon has a second one
+    rest: tuple[GpuProcess, ...] = ()  # of the claimed jobs of the finding's processes: a job ends whole
     options: tuple[tuple[str, float | int | str | bool | None], ...] = ()  # of the step: signal, message, ...
     next_action: ActionName | None = None  # for warnings: the action of the next step ...
     next_after: float | None = None  # ... and in how many seconds it comes, if nothing changes

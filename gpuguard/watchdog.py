@@ -511,6 +511,7 @@ class Watchdog:
             return False
         self._memory.kept = dict(self.kept)  # a user may have asked for an exemption since the sample
         view, finding = replace(self._view, snapshot=snapshot), verdict.finding
+        zone = _zone(snapshot.taken_at)
         holds = partial(
             engine.still_holds,
             policy,
@@ -518,8 +519,10 @@ class Watchdog:
             view,
             self._memory,
             processes=finding.processes,
-            zone=_zone(snapshot.taken_at),
+            zone=zone,
         )
+        if verdict.rest:  # the condition was about others of its job, which may be over by now
+            holds = partial(engine.may_end_with_job, policy, verdict.rest[0], view, self._memory, zone=zone)
         return self._isolate(policy.name, holds) is True
 
     def _isolate(self, policy: str, do: Callable[[], T]) -> T | None:

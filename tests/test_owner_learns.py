@@ -46,6 +46,17 @@ time.sleep(600)
 """
 
 
+# Of two ranks the one that was started by the other uses too much.
+TWO_RANKS = f"""
+import os, time
+from gpuguard.backends import simulated
+node = os.environ["GPUGUARD_BACKEND"].partition(":")[2]
+first, second = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+hog = os.fork() == 0
+simulated.use(second if hog else first, {40 * GIB} if hog else {GIB}, 50.0, spec=node)
+time.sleep(600)
+"""
+
 # Asks as the client does, and shows what comes back.
 ASK = """
 from gpuguard.errors import GpuguardError
@@ -147,6 +158,18 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
     assert re.fullmatch(r"ended within \ds, and its memory is back", ended["message"])
     [release] = [line for line in events(machine, ALICE) if line["kind"] == "release"]
     assert release["facts"]["policy"] == "hogs" and "ended by policy hogs" in release["message"]
+
+
+def test_a_claimed_job_ends_whole_where_a_policy_finds_one_of_its_ranks(machine):
+    with machine.runs(ALICE, *machine.words("run", "-n", "2", "--", machine.python_path, "-c", TWO_RANKS)) as (job, log):
+        status, text = job.wait(60), log.read_text()
+
+    assert status == 128 + signal.SIGTERM, text + machine.said()
+    assert " ended by policy hogs (its job ends whole: uses 40.0GiB" in text
+    lines = [json.loads(line) for line in (machine.place / "events.jsonl").read_text().splitlines()]
+    ends = [line for line in lines if (line["kind"], line["outcome"]) == ("terminate", "about to")]
+    assert len({line["pid"] for line in ends}) == len(ends) == 2
+    assert len({line["facts"]["job"] for line in ends}) == 1
 
 
 def test_a_message_tells_that_a_policy_ended_the_job(machine):

@@ -1,7 +1,8 @@
-"""A job is one: counted once, ended whole, and never more than a rule has found."""
+"""A job is one: counted once and ended whole.  Without a claim no process ends that no rule has found."""
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from daemons import DaemonUnderTest, somebodys
-from guard_scene import a_child, started
-from ladders import START, Watch, a_policy, busy, kinds, pids
+from guard_scene import Scene, a_child, a_scene, started
+from ladders import START, Devices, Processes, Watch, a_policy, busy, kinds, pids
 
+from gpuguard.enforcement import actions
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.model import Device, ProcessStat
 from gpuguard.policies.jobs import JobMember, alone, jobs_of, member_of
+from gpuguard.policies.policy import Exemption, KeptMark, Scope, Step
 from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import UnclaimedRule
 from gpuguard.policies.view import RuleView
@@ -255,6 +258,136 @@ def test_two_jobs_of_one_shell_of_which_one_is_guilty():
     parents = {601: (SHELL, 77), 602: (SHELL, 77)}  # a script without job control: even of one group
 
     assert pids(at_its_end(policy, [a_device(processes=(guilty, innocent))], parents).verdicts) == {601}
+
+
+# Of a claimed job the rule has found a part.
+
+CLAIM = a_claim_record(holders=(LAUNCHER,), pid=LAUNCHER)
+HOGS = a_policy("warn", "terminate", "kill", rules=(Processes(above=50 * GIB),))
+
+
+def ended(policy: Any, *ranks: Any, claims: Any = (CLAIM,), parent: int = LAUNCHER, kept: Any = None) -> list[Any]:
+    """The processes that each verdict of the terminate means, as (found, rest), with each rank on a GPU of its own."""
+    devices = [a_device(n, processes=(one,), memory_used=60 * GIB) for n, one in enumerate(ranks)]
+    watch = Watch(policy)
+    for clock in range(0, 100, 10):
+        watch.memory.kept = kept or {}
+        judgement = watch.sees(view_of(clock, devices, {one.pid: (parent, None) for one in ranks}, claims=claims))
+        found = [verdict for verdict in judgement.verdicts if verdict.action != "warn"]
+        assert not any(verdict.rest for verdict in judgement.verdicts if verdict not in found)
+        if found:
+            return [(pids((verdict,)), {row.pid for row in verdict.rest}) for verdict in found]
+    return []
+
+
+def test_where_a_rule_finds_one_rank_of_a_claimed_job_all_of_it_ends():
+    assert ended(HOGS, rank(101, gib=60), rank(102), rank(103)) == [({101}, {102, 103})]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        {"claims": ()},
+        {"parent": SHELL},
+        {"claims": (replace(CLAIM, uid=1002),)},
+        {"claims": (replace(CLAIM, holders=(555,), pid=555),)},
+        {"claims": (replace(CLAIM, alive=False),)},
+    ],
+    ids=["no claim", "beside the claim", "another user's", "perhaps of a claim", "a claim that is over"],
+)
+def test_without_a_claim_of_its_own_no_process_ends_that_the_rule_has_not_found(of: Any):
+    assert ended(HOGS, rank(101, gib=60), rank(102), **of) == [({101}, set())]
+
+
+def test_another_user_below_a_claim_is_no_part_of_its_job():
+    assert ended(HOGS, rank(101, gib=60), rank(102, uid=1002)) == [({101}, set())]
+
+
+def test_a_rank_that_the_policy_spares_outlives_its_job():
+    policy = replace(HOGS, exempt=(Exemption(devices=("1",)),))
+    kept = {("device", a_device(2).uuid): KeptMark(START + 9999)}
+
+    assert ended(policy, rank(101, gib=60), rank(102), rank(103)) == [({101}, {103})]
+    assert ended(HOGS, rank(101, gib=60), rank(102), rank(103), kept=kept) == [({101}, {102})]
+    assert ended(replace(HOGS, only=Scope(devices=("0",))), rank(101, gib=60), rank(102)) == [({101}, set())]
+
+
+def test_each_process_of_a_job_ends_once_however_many_the_rule_has_found():
+    assert ended(HOGS, rank(101, gib=60), rank(102, gib=60), rank(103)) == [({101}, {103}), ({102}, set())]
+
+
+def test_on_the_gpus_of_the_rest_others_wait_until_its_effect_is_seen():
+    ranks = rank(101, gib=60), rank(102)
+    devices = [a_device(n, processes=(one,), memory_used=60 * GIB) for n, one in enumerate(ranks)]
+    other = a_policy("terminate", name="later", hold=100.0, rules=(Devices(means=True),), only=Scope(devices=("1",)))
+    watch = Watch(replace(HOGS, steps=(Step("terminate"),), hold=90.0), other)
+    for clock in range(0, 101, 10):
+        view = view_of(clock, devices, {101: (LAUNCHER, None), 102: (LAUNCHER, None)}, claims=(CLAIM,))
+        judgement = watch.sees(view)
+
+    assert [note.kind for note in judgement.notes if note.policy == "later"] == ["waiting"]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[tuple[Scene, int]]:
+    """One whom a rule has found, and the pid of another of the same job."""
+    with a_child() as child, a_scene() as scene:
+        scene.other = child
+        rest = replace(scene.process, pid=child.pid, start_time=started(child.pid))
+        scene.listed(scene.process, rest)
+        scene.snapshot = scene.machine.sample((), None)
+        jobs = frozenset({(row.pid, row.start_time) for row in (scene.process, rest)})
+        scene.context(member=lambda identity: JobMember(identity, "claim x of 1001"), jobs=jobs)
+        yield scene, rest
+
+
+def act(scene: Scene, rest: Any, action: str = "terminate") -> list[tuple[int | None, str]]:
+    outcomes = actions.act(scene.verdict(action, rest=(rest,)), scene.snapshot, scene.context())
+    return [(outcome.pid, outcome.word) for outcome in outcomes]
+
+
+def test_each_process_of_the_job_has_its_own_line_and_its_own_signal(two_ranks):
+    scene, rest = two_ranks
+
+    assert act(scene, rest) == [(scene.pid, "sent"), (rest.pid, "sent")]
+    assert scene.dies() and scene.other.wait(60) == -signal.SIGTERM
+    assert [(event.pid, event.outcome, event.message) for event in scene.events] == [
+        (scene.pid, "about to", "uses 41.0GiB, 40.0GiB are allowed"),
+        (rest.pid, "about to", "its job ends whole: uses 41.0GiB, 40.0GiB are allowed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"still_true": lambda verdict, snapshot: bool(verdict.rest)},
+        {"member": alone},
+        {"append": lambda event: False},
+    ],
+    ids=["the condition is over", "another job", "a full disk"],
+)
+def test_no_other_process_of_the_job_ends_for_one_that_goes_on(two_ranks, context):
+    scene, rest = two_ranks
+    scene.context(**context)
+
+    assert rest.pid not in dict(act(scene, rest))
+    assert scene.other.poll() is None
+
+
+def test_each_process_of_the_job_has_its_own_preflight(two_ranks):
+    scene, rest = two_ranks
+    scene.context(still_true=lambda verdict, snapshot: not verdict.rest)
+
+    assert act(scene, rest) == [(scene.pid, "sent"), (rest.pid, "refused")]
+    assert scene.other.poll() is None
+
+
+def test_a_rehearsal_means_the_same_processes(two_ranks):
+    scene, rest = two_ranks
+    scene.context(enforce=False)
+
+    assert act(scene, rest) == [(scene.pid, "dry run"), (rest.pid, "dry run")]
+    assert scene.lives() and scene.other.poll() is None
 
 
 # What the limits make of it.

@@ -14,7 +14,8 @@ from gpuguard.backtest.recordings import Numbering, RecordedRow, Recording, view
 from gpuguard.locale import N_
 from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.action_kinds import ENDING_ACTIONS, HARMFUL, MESSAGES
-from gpuguard.policies.engine import EngineMemory, evaluate, victims_of
+from gpuguard.policies.engine import EngineMemory, evaluate
+from gpuguard.policies.jobs import identities
 from gpuguard.policies.policy import Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 
@@ -178,7 +179,7 @@ def rehearse(
             if verdict.action in MESSAGES:
                 memory.told(verdict)
             if verdict.action in ENDING_ACTIONS:
-                gone |= victims_of(verdict.finding)
+                gone |= identities((*verdict.finding.processes, *verdict.rest))
             if verdict.action == "release":
                 released.add((verdict.finding.subject.uid, verdict.finding.subject.claim))
         yield left, judgement

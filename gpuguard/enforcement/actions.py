@@ -44,6 +44,7 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.action_kinds import COUNTED, DISRUPTIVE, HARMFUL
+from gpuguard.policies.jobs import identities
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.units import format_duration, parse_duration
 
@@ -497,6 +498,8 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
+            if not context.has_turn(verdict, process.identity):
+                continue
             if context.limits.is_done(verdict, process.identity):
                 before = sentence("action.done_before", "it was done before")
                 outcomes.append(ActionOutcome(_done(verdict, context), before, process.pid))
@@ -632,7 +635,9 @@ def _event(
 
     With *action*, it is the line before that action, from which a restarted guard remembers it.
     """
-    finding, subject = verdict.finding, verdict.finding.subject
+    finding, subject, what = verdict.finding, verdict.finding.subject, verdict.finding.why
+    if process and process.identity in identities(verdict.rest):
+        what = sentence("action.whole_job", "its job ends whole: {why}", why=what)
     pid = process.pid if process else subject.pid
     uids = sorted({str(found.uid) for found in finding.processes if found.uid is not None})
     facts: dict[str, float | int | str | None] = {
@@ -656,7 +661,7 @@ def _event(
         devices=process.devices if process else (subject.device,) if subject.device else (),
         pid=pid,
         claim=subject.claim,
-        message=sentence("because", "{what}: {why}", what=finding.why, why=why) if why else finding.why,
+        message=sentence("because", "{what}: {why}", what=what, why=why) if why else what,
         facts=tuple(facts.items()),
     )
 

@@ -44,7 +44,7 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.action_kinds import DISRUPTIVE
-from gpuguard.policies.jobs import JobMember, alone
+from gpuguard.policies.jobs import JobMember, alone, identities
 from gpuguard.policies.policy import INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
@@ -96,6 +96,13 @@ class ActionContext:
     limits: ActionLimits = field(default_factory=ActionLimits)
     pauses: Pauses | None = None  # keeps the pauses that the guard must end; None if a person ends them
     alarm: tuple[str, ...] = ()  # targets of the notifier for alarms that no policy has foreseen
+
+    def has_turn(self, verdict: Verdict, process: ProcessIdentity) -> bool:
+        """Return whether *process* is meant for itself, or the step was taken on one of its job that is."""
+        if process not in identities(verdict.rest):
+            return True
+        job, found = self.member(process).job, identities(verdict.finding.processes)
+        return any(self.limits.is_done(verdict, other) and self.member(other).job == job for other in found)
 
     def is_live(self, verdict: Verdict) -> bool:
         """Return whether both switches are on; otherwise it is a dry run."""
@@ -208,12 +215,12 @@ class Preflight:
 
 
 def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
-    """Return the processes that an action of *verdict* would mean, each once."""
-    subject, named = verdict.finding.subject, list[str]()
+    """Return the processes that an action of *verdict* would mean, each once: first those that the rule has found."""
+    subject = verdict.finding.subject
     wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
     if subject.kind == "process" and subject.pid is not None:
         wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
-        named = [subject.device] if subject.device else []
+    wanted += [(row.pid, row.start_time, row.uid, row.user) for row in verdict.rest]
     found = []
     for pid, started, uid, user in dict.fromkeys(wanted):
         rows = {
@@ -222,6 +229,7 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
             for row in device.processes or ()
             if (row.pid, row.start_time) == (pid, started)
         }
+        named = [subject.device] if subject.device and (pid, started) == (subject.pid, subject.start_time) else []
         memory = next((row.memory_used for row in rows.values()), None)
         found.append(ProcessTarget(pid, started, uid, tuple(dict.fromkeys([*named, *rows])), user, memory))
     return tuple(found)
@@ -581,9 +589,12 @@ def _unused(target: Preflight) -> str | None:
 
 
 def _rule(target: Preflight) -> str | None:
+    def own(rows: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+        return tuple(row for row in rows if (row.pid, row.start_time) == target.identity)
+
     finding = target.verdict.finding  # by now it may hold only for other processes of the user
-    own = tuple(row for row in finding.processes if (row.pid, row.start_time) == target.identity)
-    verdict = replace(target.verdict, finding=replace(finding, processes=own))
+    meant = replace(finding, processes=own(finding.processes))
+    verdict = replace(target.verdict, finding=meant, rest=own(target.verdict.rest))
     if target.fresh and target.context.still_true(verdict, target.snapshot.updated(target.fresh)):
         return None
     return sentence("preflight.condition_over", "the condition does not hold any more")

@@ -109,4 +109,5 @@ COUNTED, HARMFUL, DESTRUCTIVE = _taking(Takes.DEVICE), _taking(Takes.NEW_CLAIMS)
 DISRUPTIVE, ENDING_ACTIONS = _taking(Takes.TIME), _taking(Takes.PROCESS)
 MESSAGES = frozenset(name for name, kind in ACTION_KINDS.items() if kind.is_message)
 ON_PROCESSES = frozenset(name for name, kind in ACTION_KINDS.items() if kind.on_processes)
+WHOLE = ENDING_ACTIONS & ON_PROCESSES  # a claimed job ends whole
 PRIVATE = frozenset(name for name, kind in ACTION_KINDS.items() if kind.private)

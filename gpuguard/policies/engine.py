@@ -22,9 +22,9 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
-from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES
+from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES, WHOLE
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.jobs import JobMember, jobs_of, member_of
+from gpuguard.policies.jobs import JobMember, identities, jobs_of, member_of, rest_of_jobs
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
     KILL_AFTER,
@@ -213,6 +213,7 @@ class DueStep:
     step: Step
     since: float  # clock
     number: int  # of the step; a number below that of the steps done means a message that is repeated
+    rest: tuple[GpuProcess, ...] = ()  # that end with those of the finding
 
     @property
     def order(self) -> tuple[float, float, str, str]:
@@ -286,10 +287,12 @@ def evaluate(
     bundles = grouped((_victim(step), step) for step in sorted(due, key=lambda step: step.order))
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
     notes += against
-    verdicts = []
+    verdicts, ends = [], frozenset[ProcessIdentity]().union(*(victims_of(step.finding) for step in taken))
     for step in taken:
         bundle = bundles[_victim(step)]
-        verdicts.append(_verdict(step, len(bundle) - 1, view.clock))
+        rest = tuple(row for row in step.rest if (row.pid, row.start_time) not in ends)
+        ends |= identities(rest)
+        verdicts.append(replace(_verdict(step, len(bundle) - 1, view.clock), rest=rest))
         for member in bundle:
             if member.number == member.state.done:
                 advance(member, memory, view.clock)
@@ -316,6 +319,13 @@ def still_holds(
     about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
     return bool(about) and all((process.pid, process.start_time) in meant for process in processes)
+
+
+def may_end_with_job(
+    policy: Policy, process: GpuProcess, view: RuleView, memory: EngineMemory, *, zone: float = 0.0
+) -> bool:
+    """Return whether in *view* nothing spares *process*, whose job is ended."""
+    return not _is_spared(process, policy, index_sample(without_pauses(view), zone), memory)
 
 
 def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
@@ -449,8 +459,9 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
                 due += _said_again(policy, identity, finding, state, clock)
                 state.said_again_at = clock
             continue
-        state.reach = reach_of(finding.subject, finding.processes, index)
-        due_step = DueStep(policy, identity, finding, state, *step, state.done)
+        rest = _rest_of_jobs(policy, finding, index, memory) if step[0].action in WHOLE else ()
+        state.reach = reach_of(finding.subject, (*finding.processes, *rest), index)
+        due_step = DueStep(policy, identity, finding, state, *step, state.done, rest)
         reason = why_inapplicable(step[0], finding)
         if reason and not any(map(index.blindness, state.reach)):
             notes.append(Note("nobody", reason, policy.name, finding.subject))
@@ -458,6 +469,19 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
         else:
             due.append(due_step)
     return due, notes
+
+
+def _rest_of_jobs(policy: Policy, finding: Finding, index: SampleIndex, memory: EngineMemory) -> tuple[GpuProcess, ...]:
+    """Return what ends with the processes of *finding*: the others of their claimed jobs, but none that is spared."""
+    rows = [next(iter(places.values())) for places in index.processes.values()]
+    rest = rest_of_jobs(finding.processes, rows, index.view)
+    return tuple(row for row in rest if not _is_spared(row, policy, index, memory))
+
+
+def _is_spared(process: GpuProcess, policy: Policy, index: SampleIndex, memory: EngineMemory) -> bool:
+    """Return whether the policy is not about *process*, or something protects it, or it is not in the sample."""
+    subject = Subject("process", pid=process.pid, start_time=process.start_time, uid=process.uid, user=process.user)
+    return not drop_protected([Finding("", subject, "", (process,))], policy, index, memory.kept)[0]
 
 
 def _rests(state: EscalationState, policy: Policy, index: SampleIndex) -> bool:
@@ -721,7 +745,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
         if action in COUNTED:
             if name in held:
                 continue
-            victims, claim = victims_of(step.finding), step.finding.subject.claim
+            victims, claim = victims_of(step.finding) | identities(step.rest), step.finding.subject.claim
             if victims and victims <= memory.unkillable:
                 allowed.append(step)  # no effect is awaited, because it will have none
                 continue
@@ -871,7 +895,7 @@ def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str],
 
 
 def _hit(step: DueStep, index: SampleIndex) -> Hit:
-    subject, processes = step.finding.subject, step.finding.processes
+    subject, processes = step.finding.subject, (*step.finding.processes, *step.rest)
     people = {(subject.uid, subject.user), *((process.uid, process.user) for process in processes)}
     users = (_accountable(uid, user, index) for uid, user in people if uid is not None)
     victims = frozenset(member_of(process, index.view) for process in processes if process.start_time is not None)
@@ -913,9 +937,8 @@ def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> floa
 
 
 def victims_of(finding: Finding) -> frozenset[ProcessIdentity]:
-    """Return the processes that a step on *finding* hits."""
-    known = ((process.pid, process.start_time) for process in finding.processes)
-    return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
+    """Return the processes that *finding* means."""
+    return identities(finding.processes)
 
 
 @dataclass(frozen=True)

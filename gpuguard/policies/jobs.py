@@ -3,18 +3,19 @@
 With a claim, a job is the processes that hold the lock of the innermost one, or were started below such a process.
 Without one, it is the processes that share a process group; or that share a parent that only starts programs, the
 program, and the time of the start: a launcher whose ranks have groups of their own.  A job belongs to one user.  A
-process that only may belong to a claim, or of which nothing is known, is a job by itself.  Never widens what a rule has
-found.
+process that only may belong to a claim, or of which nothing is known, is a job by itself.
+
+Where a rule finds a part of a claimed job, all of it ends.  Without a claim no process ends that no rule has found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from gpuguard.device_state import started_by
-from gpuguard.model import GpuProcess, ProcessIdentity
+from gpuguard.model import ClaimRecord, GpuProcess, ProcessIdentity
 from gpuguard.policies.view import RuleView
 
 TOGETHER_SECONDS = 60.0  # a launcher starts its ranks within these
@@ -45,14 +46,36 @@ def member_of(process: GpuProcess, view: RuleView) -> JobMember:
     stat, user = view.seen.get(process.pid), f"of {process.uid}"
     if stat is None or process.uid is None or stat.start_time != process.start_time:
         return alone(identity)
-    claims = [claim for claim in view.snapshot.claims if claim.alive and claim.uid == process.uid]
-    if claim := started_by(process, claims, view.seen):
+    if claim := _claim_of(process, view):
         return JobMember(identity, f"claim {claim.id} {user}")
     parent = view.seen.get(stat.parent)
     launches = parent and stat.parent > 1 and parent.session != stat.parent and not parent.is_shell
     launch = f"{process.executable} by {stat.parent}@{parent.start_time} {user}" if parent and launches else ""
     group = f"group {stat.group} {user}" if stat.group else alone(identity).job
     return JobMember(identity, group, launch if process.executable else "")
+
+
+def _claim_of(process: GpuProcess, view: RuleView) -> ClaimRecord | None:
+    """Return the innermost claim of its own user whose lock *process* or one of its ancestors holds."""
+    stat = view.seen.get(process.pid)
+    if stat is None or process.uid is None or stat.start_time != process.start_time:
+        return None
+    claims = [claim for claim in view.snapshot.claims if claim.alive and claim.uid == process.uid]
+    return started_by(process, claims, view.seen)
+
+
+def rest_of_jobs(found: Sequence[GpuProcess], rows: Iterable[GpuProcess], view: RuleView) -> tuple[GpuProcess, ...]:
+    """Return those of *rows* that belong to the claimed jobs of the processes *found*, and are none of them."""
+    jobs = {(claim.uid, claim.id) for process in found if (claim := _claim_of(process, view))}
+    among = identities(found)
+    others = [row for row in rows if (row.pid, row.start_time) not in among] if jobs else []
+    return tuple(row for row in others if (claim := _claim_of(row, view)) and (claim.uid, claim.id) in jobs)
+
+
+def identities(processes: Iterable[GpuProcess]) -> frozenset[ProcessIdentity]:
+    """Return (pid, start time) of each process whose start is known."""
+    known = ((process.pid, process.start_time) for process in processes)
+    return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
 
 
 def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
