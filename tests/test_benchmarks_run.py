@@ -77,7 +77,9 @@ CHAOS_WORDS = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seconds
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("words", ["everybody", pytest.param("broker", marks=IN_CAMPAIGNS), "keeper --amd"])
+@pytest.mark.parametrize(
+    "words", ["everybody", *(pytest.param(words, marks=IN_CAMPAIGNS) for words in ("broker", "keeper --amd"))]
+)
 def test_nobody_loses_a_device_or_is_hit_while_everything_dies(words: str) -> None:
     seed = str(luck(f"chaos {words}").randrange(2**31))
     command = [*CHAOS_WORDS, "--seed", seed, "--kind", *words.split()]

@@ -141,6 +141,7 @@ def test_the_oracle_sees_locks_that_exclude_no_job(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-exclusion").overlaps > 0
 
 
+@IN_CAMPAIGNS
 def test_the_oracle_sees_that_no_process_is_woken(tmp_path: Path) -> None:
     assert bout(tmp_path, "no-ring", patience=8.0).lost > 0
 

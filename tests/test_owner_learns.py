@@ -161,7 +161,10 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
 
 
 def test_a_claimed_job_ends_whole_where_a_policy_finds_one_of_its_ranks(machine):
-    with machine.runs(ALICE, *machine.words("run", "-n", "2", "--", machine.python_path, "-c", TWO_RANKS)) as (job, log):
+    with machine.runs(ALICE, *machine.words("run", "-n", "2", "--", machine.python_path, "-c", TWO_RANKS)) as (
+        job,
+        log,
+    ):
         status, text = job.wait(60), log.read_text()
 
     assert status == 128 + signal.SIGTERM, text + machine.said()
