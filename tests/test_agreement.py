@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, Reticent
-from chances import NUMBER, luck
+from chances import IN_CAMPAIGNS, NUMBER, luck
 from claimholders import a_ready_child
 from nodes import Gpuguard, a_user, change, start, until
 from random_machines import a_random_machine
@@ -374,7 +374,9 @@ FAULTS = {
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=IN_CAMPAIGNS if place % 2 else ()) for place, name in enumerate(FAULTS)]
+)
 def test_a_command_that_disagrees_is_found(site, monkeypatch, fault):
     monkeypatch.setattr(*FAULTS[fault])
 

@@ -90,9 +90,9 @@ def test_nobody_loses_a_device_or_is_hit_while_everything_dies(words: str) -> No
 
 
 @pytest.mark.root
+@IN_CAMPAIGNS
 @pytest.mark.parametrize(
-    ("variant", "found"),
-    [pytest.param("unlocked", "two have device", marks=IN_CAMPAIGNS), ("harsh", "an innocent was signalled")],
+    ("variant", "found"), [("unlocked", "two have device"), ("harsh", "an innocent was signalled")]
 )
 def test_a_planted_fault_is_found(variant: str, found: str) -> None:
     words = [*CHAOS_WORDS, "--kind", "broker", "--variant", variant]

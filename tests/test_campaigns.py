@@ -10,6 +10,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
+from chances import IN_CAMPAIGNS
 from parallel import pytest_collection_modifyitems
 from sources import ROOT, modules
 
@@ -137,6 +138,7 @@ def planted(tmp_path):
     return plant
 
 
+@IN_CAMPAIGNS
 def test_a_planted_fault_that_a_test_sees_is_noticed_and_any_other_survives_unless_it_is_listed(planted, tmp_path):
     status, said = planted(5)
 

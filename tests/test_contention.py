@@ -54,7 +54,7 @@ def test_of_starters_at_one_moment_exactly_those_that_fit_get_their_share(tmp_pa
     assert sharing.race(tmp_path, starters=8, rounds=ROUNDS, memory=SHARE) == [2] * ROUNDS
 
 
-@pytest.mark.parametrize("variant", ["none", "no-first-look"])
+@pytest.mark.parametrize("variant", ["none", pytest.param("no-first-look", marks=IN_CAMPAIGNS)])
 def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, variant: str) -> None:
     won = sharing.race(tmp_path, starters=8, rounds=4 * ROUNDS, memory=SHARE, gate=False, variant=variant)
 

@@ -24,7 +24,7 @@ from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES, WHOLE
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.jobs import JobMember, identities, jobs_of, member_of, rest_of_jobs
+from gpuguard.policies.jobs import JobMember, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
     KILL_AFTER,
@@ -430,7 +430,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
     notes += _end_others(policy, current, {note.subject for note in notes if note.kind in SAID}, index, memory)
 
     states = memory.states[policy.name]
-    clock, due = index.view.clock, list[DueStep]()
+    clock, due, begun = index.view.clock, list[DueStep](), set[tuple[int, str]]()
     for identity, finding in current.items():
         state, cools = states.get(identity), (policy.name, identity) in memory.cooling
         if not cools and (state is None or _is_over(state, policy)):
@@ -459,7 +459,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
                 due += _said_again(policy, identity, finding, state, clock)
                 state.said_again_at = clock
             continue
-        rest = _rest_of_jobs(policy, finding, index, memory) if step[0].action in WHOLE else ()
+        rest = _rest_of_jobs(policy, finding, index, memory, begun) if step[0].action in WHOLE else ()
         state.reach = reach_of(finding.subject, (*finding.processes, *rest), index)
         due_step = DueStep(policy, identity, finding, state, *step, state.done, rest)
         reason = why_inapplicable(step[0], finding)
@@ -471,10 +471,19 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
     return due, notes
 
 
-def _rest_of_jobs(policy: Policy, finding: Finding, index: SampleIndex, memory: EngineMemory) -> tuple[GpuProcess, ...]:
-    """Return what ends with the processes of *finding*: the others of their claimed jobs, but none that is spared."""
-    rows = [next(iter(places.values())) for places in index.processes.values()]
-    rest = rest_of_jobs(finding.processes, rows, index.view)
+def _rest_of_jobs(
+    policy: Policy, finding: Finding, index: SampleIndex, memory: EngineMemory, begun: set[tuple[int, str]]
+) -> tuple[GpuProcess, ...]:
+    """Return what ends with the processes of *finding*: the others of their claimed jobs, but none that is spared.
+
+    They come with the first finding of their job, whose claim is added to *begun*.
+    """
+    found = identities(finding.processes)
+    claims = {(claim.uid, claim.id) for row in finding.processes if (claim := index.view.innermost_claim(row))} - begun
+    begun |= claims
+    rest = (
+        row for claim in sorted(claims) for process, row in index.jobs.get(claim, {}).items() if process not in found
+    )
     return tuple(row for row in rest if not _is_spared(row, policy, index, memory))
 
 

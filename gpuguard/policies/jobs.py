@@ -10,12 +10,11 @@ Where a rule finds a part of a claimed job, all of it ends.  Without a claim no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpuguard.device_state import started_by
-from gpuguard.model import ClaimRecord, GpuProcess, ProcessIdentity
+from gpuguard.model import GpuProcess, ProcessIdentity
 from gpuguard.policies.view import RuleView
 
 TOGETHER_SECONDS = 60.0  # a launcher starts its ranks within these
@@ -46,30 +45,13 @@ def member_of(process: GpuProcess, view: RuleView) -> JobMember:
     stat, user = view.seen.get(process.pid), f"of {process.uid}"
     if stat is None or process.uid is None or stat.start_time != process.start_time:
         return alone(identity)
-    if claim := _claim_of(process, view):
+    if claim := view.innermost_claim(process):
         return JobMember(identity, f"claim {claim.id} {user}")
     parent = view.seen.get(stat.parent)
     launches = parent and stat.parent > 1 and parent.session != stat.parent and not parent.is_shell
     launch = f"{process.executable} by {stat.parent}@{parent.start_time} {user}" if parent and launches else ""
     group = f"group {stat.group} {user}" if stat.group else alone(identity).job
     return JobMember(identity, group, launch if process.executable else "")
-
-
-def _claim_of(process: GpuProcess, view: RuleView) -> ClaimRecord | None:
-    """Return the innermost claim of its own user whose lock *process* or one of its ancestors holds."""
-    stat = view.seen.get(process.pid)
-    if stat is None or process.uid is None or stat.start_time != process.start_time:
-        return None
-    claims = [claim for claim in view.snapshot.claims if claim.alive and claim.uid == process.uid]
-    return started_by(process, claims, view.seen)
-
-
-def rest_of_jobs(found: Sequence[GpuProcess], rows: Iterable[GpuProcess], view: RuleView) -> tuple[GpuProcess, ...]:
-    """Return those of *rows* that belong to the claimed jobs of the processes *found*, and are none of them."""
-    jobs = {(claim.uid, claim.id) for process in found if (claim := _claim_of(process, view))}
-    among = identities(found)
-    others = [row for row in rows if (row.pid, row.start_time) not in among] if jobs else []
-    return tuple(row for row in others if (claim := _claim_of(row, view)) and (claim.uid, claim.id) in jobs)
 
 
 def identities(processes: Iterable[GpuProcess]) -> frozenset[ProcessIdentity]:

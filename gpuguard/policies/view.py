@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar, Protocol
@@ -104,6 +105,14 @@ class RuleView:
     def clock(self) -> float:
         """CLOCK_BOOTTIME of the snapshot, seconds."""
         return self.snapshot.clock
+
+    def innermost_claim(self, process: GpuProcess) -> ClaimRecord | None:
+        """Return the claim of its own user whose lock *process* or an ancestor holds, the nearest one; or None."""
+        stat = self.seen.get(process.pid)
+        if stat is None or process.uid is None or stat.start_time != process.start_time:
+            return None
+        claims = [claim for claim in self.snapshot.claims if claim.alive and claim.uid == process.uid]
+        return started_by(process, claims, self.seen)
 
 
 def without_pauses(view: RuleView) -> RuleView:
@@ -264,6 +273,16 @@ class SampleIndex:
     territory: Mapping[int, set[str]]  # the devices where a user has a process or a claim, by uid
     # field -> reason by device; under None, the gaps of the whole machine
     gaps: Mapping[str | None, Mapping[str, str]]
+
+    @cached_property
+    def jobs(self) -> Mapping[tuple[int, str], Mapping[ProcessIdentity, GpuProcess]]:
+        """The processes of each claimed job, by uid and id of the claim."""
+        found: dict[tuple[int, str], dict[ProcessIdentity, GpuProcess]] = {}
+        for identity, places in self.processes.items():
+            process = next(iter(places.values()))
+            if claim := self.view.innermost_claim(process):
+                found.setdefault((claim.uid, claim.id), {})[identity] = process
+        return found
 
     def claim_of(self, subject: Subject) -> ClaimRecord | None:
         """Return the living claim that a subject names, or None."""
