@@ -374,7 +374,7 @@ def test_run_says_that_the_kernel_keeps_a_share_until_the_job_has_ended(
     args, log = build_parser("run").parse_args(["--share", "--memory", "5GiB", "--", "true"]), JobLog()
     report = JobReport(log, (), ["true"])
 
-    assert run.run_on(claim, args, run.parsed(args), backend, directory, log, report, waited=0.0) == 7
+    assert run.run_on(claim, run.parsed(args), backend, directory, report, waited=0.0) == 7
     assert happened == (["the job", "lifted"] if kept else ["the job"])
     assert ("the kernel keeps it to 5.0GiB of each GPU" in capfd.readouterr().err) is kept
     claim.release()

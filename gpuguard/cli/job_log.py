@@ -97,7 +97,7 @@ class JobReport:
     """
 
     def __init__(self, log: JobLog, targets: Sequence[str | Target], command: Sequence[str]) -> None:
-        self._log, self._targets, self._command = log, targets, command
+        self.log, self._targets, self._command = log, targets, command
         self._started = ""
         self._thread: threading.Thread | None = None
         if targets:
@@ -105,7 +105,7 @@ class JobReport:
 
     def started(self, claim: Claim, waited: float, *, simulated: bool, several_vendors: bool = False) -> None:
         """Log on which devices the job starts, and of which vendor; send_start() sends the message."""
-        if not (self._log.is_read or self._targets):
+        if not (self.log.is_read or self._targets):
             return
         vendor = f" ({vendor_of(claim.devices[0]).title})" if several_vendors else ""
         devices = f"{gpus(claim.devices)}{vendor}{_(' (SIMULATED)') if simulated else ''}"
@@ -114,7 +114,7 @@ class JobReport:
             devices=devices, id=claim.id, after=after, command_line=self._command_line
         )
         if exec_fault(self._command[0]) is None:  # otherwise it will not start, and that is reported then
-            self._log.say(self._started, _("{devices} · claim {id}").format(devices=devices, id=claim.id))
+            self.log.say(self._started, _("{devices} · claim {id}").format(devices=devices, id=claim.id))
 
     def send_start(self) -> None:
         """Send the message in a thread while the job runs; signals are blocked by now and stay with the main thread."""
@@ -124,7 +124,7 @@ class JobReport:
                 self._thread.start()
             except RuntimeError:  # no thread is left for this user
                 self._thread = None
-                self._log.warn(_("the message (started) could not be sent: no thread can be started."))
+                self.log.warn(_("the message (started) could not be sent: no thread can be started."))
 
     def not_started(self, why: str, ended: JobEnd | None = None) -> None:
         """Send that the job could not start, which stderr says already; *ended* is how it ended if it was tried."""
@@ -132,9 +132,9 @@ class JobReport:
 
     def ended(self, claim: Claim, ended: JobEnd) -> None:
         """Log and send how the job ended."""
-        if self._log.is_read or self._targets:
+        if self.log.is_read or self._targets:
             text = _("ended on {gpus}: {end}").format(gpus=gpus(claim.devices), end=end_in_words(ended))
-            self._log.say(text, summary_line(claim.devices, ended))
+            self.log.say(text, summary_line(claim.devices, ended))
             self._send_last("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
 
     @property
@@ -168,7 +168,7 @@ class JobReport:
                 continue
             sent, why = attempt(target, message)
             if not sent:
-                self._log.warn(
+                self.log.warn(
                     _("the message ({event}) could not be sent: {why}.").format(event=event, why=translated(why))
                 )
 
@@ -191,7 +191,7 @@ class WaitProgress:
 
     def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
         self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
-        self._log, self._logged_at, self._logged = log, 0.0, ""
+        self.log, self.logged_at, self.logged = log, 0.0, ""
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Report what is missing; on a terminal, whose one line is soon full, without repeating the request."""
@@ -200,8 +200,8 @@ class WaitProgress:
     def report(self, text: str) -> None:
         """Print *text* if it is time; the first time with all of its lines in a log."""
         now, terminal = time.monotonic(), rewrites()
-        if self._log:
-            self._add_to_log(self._log, text, now)
+        if self.log:
+            self._add_to_log(self.log, text, now)
             if not terminal:
                 return
         if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
@@ -216,11 +216,11 @@ class WaitProgress:
     def _add_to_log(self, log: JobLog, text: str, now: float) -> None:
         """Add a line when the wait begins, and then one for each new text, at most once a minute."""
         first, *_more = text.splitlines()
-        if self._logged == first or (self._logged and now - self._logged_at < WAITING_LINE_SECONDS):
+        if self.logged == first or (self.logged and now - self.logged_at < WAITING_LINE_SECONDS):
             return
         waited = _("waiting for {time}").format(time=format_duration(round(now - self._began)))
-        log.say(f"{waited}: {first}" if self._logged else _("queued: {text}").format(text=text))
-        self._logged, self._logged_at = first, now
+        log.say(f"{waited}: {first}" if self.logged else _("queued: {text}").format(text=text))
+        self.logged, self.logged_at = first, now
 
     def stopped(self) -> None:
         """Report that others go first while this process is stopped.  A signal handler calls this, at any moment."""

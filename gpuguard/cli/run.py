@@ -125,6 +125,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
 class ParsedRun:
     """What the options of `run` say, checked as far as that is possible without the GPUs."""
 
+    args: argparse.Namespace
     command: list[str]
     requests: tuple[Request, ...]  # the preferred one first
     wait: float | None  # seconds to wait in the queue at most
@@ -143,6 +144,7 @@ def parsed(args: argparse.Namespace) -> ParsedRun:
     targets = [target for where in args.notify if (target := options.message_target(where)) is not None]
     policies, checkpoint = limits_of(args, time_limit)
     return ParsedRun(
+        args=args,
         command=command,
         requests=(options.request_of(args), *alternatives_of(args)),
         wait=wait,
@@ -187,16 +189,14 @@ def main(args: argparse.Namespace) -> int:
         log.only_in_file(_("not started: {error}").format(error=text))
         report.not_started(text)
         raise
-    return run_on(claim, args, job, backend, directory, log, report, waited=time.monotonic() - began)
+    return run_on(claim, job, backend, directory, report, waited=time.monotonic() - began)
 
 
 def run_on(
     claim: Claim,
-    args: argparse.Namespace,
     job: ParsedRun,
     backend: Backend,
     directory: LockDirectory,
-    log: JobLog,
     report: JobReport,
     *,
     waited: float,
@@ -206,22 +206,19 @@ def run_on(
 
     *waited* is in seconds.  *on_end*: see JobSettings.
     """
+    args, log = job.args, report.log
     if claim.warning:
         log.warn(claim.warning)
     for note in () if args.quiet else _notes_on(claim, job.requests[0]):
         log.warn(note)
     lift = _kept_by_kernel(claim, backend, log)
     # There is no `with` here, so that the job keeps the claim if something goes wrong from here on while it runs.
-    isolation: Isolation | None = None
-    if args.isolate:
-        from gpuguard.jobs import isolation as isolations
-
-        try:
-            isolation = isolations.isolate(claim, backend, directory, visible=args.visible)
-        except GpuguardError:
-            lift()
-            claim.release()
-            raise
+    try:
+        isolation = _isolated(claim, backend, directory, visible=args.visible) if args.isolate else None
+    except GpuguardError:
+        lift()
+        claim.release()
+        raise
     several = len(parts_of(backend.name)) > 1
     report.started(claim, waited, simulated=backend.simulated, several_vendors=several)
     if args.exec:
@@ -259,6 +256,12 @@ def run_on(
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
+
+
+def _isolated(claim: Claim, backend: Backend, directory: LockDirectory, *, visible: str) -> Isolation:
+    from gpuguard.jobs import isolation  # for --isolate alone
+
+    return isolation.isolate(claim, backend, directory, visible=visible)
 
 
 def _kept_by_kernel(claim: Claim, backend: Backend, log: JobLog) -> Callable[[], object]:

@@ -282,23 +282,32 @@ def evaluate(
         else:
             due += judged[0]
             notes += judged[1]
-    # Steps with the same target are bundled, so that a process on eight devices is warned once.  The oldest step stands
-    # for the others.
+    verdicts, against = _taken(due, index, memory)
+    notes += against
+    memory.index = index
+    notes.sort(key=lambda note: (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text))
+    return Judgement(verdicts, tuple(notes))
+
+
+def _taken(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[tuple[Verdict, ...], list[Note]]:
+    """Return the verdicts of the steps of *due* that may be taken now, and notes why the others wait.
+
+    Steps with the same target are bundled, so that a process on eight devices is warned once.  The oldest step stands
+    for the others.
+    """
+    clock = index.view.clock
     bundles = grouped((_victim(step), step) for step in sorted(due, key=lambda step: step.order))
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
-    notes += against
     verdicts, ends = [], frozenset[ProcessIdentity]().union(*(victims_of(step.finding) for step in taken))
     for step in taken:
         bundle = bundles[_victim(step)]
         rest = tuple(row for row in step.rest if (row.pid, row.start_time) not in ends)
         ends |= identities(rest)
-        verdicts.append(replace(_verdict(step, len(bundle) - 1, view.clock), rest=rest))
+        verdicts.append(replace(_verdict(step, len(bundle) - 1, clock), rest=rest))
         for member in bundle:
             if member.number == member.state.done:
-                advance(member, memory, view.clock)
-    memory.index = index
-    notes.sort(key=lambda note: (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text))
-    return Judgement(tuple(verdicts), tuple(notes))
+                advance(member, memory, clock)
+    return tuple(verdicts), against
 
 
 def still_holds(
@@ -994,45 +1003,45 @@ def policy_status(
     """
     found = []
     for policy in policies:
-        name, steps = policy.name, policy.steps
-        for identity, state in memory.states.get(name, {}).items():
-            done, due = state.done, None
+        for identity, state in memory.states.get(policy.name, {}).items():
+            key = policy.name, identity
             if kept and memory.index:
                 finding = Finding(state.rule, state.subject, state.why, state.processes)
                 if not drop_protected((finding,), policy, memory.index, kept)[0]:
                     continue
-            if state.resting:
-                pass  # no step comes while only the pause lasts
-            elif (name, identity) in put_off:
-                done, due = put_off[name, identity]
-            elif state.done < len(steps):
-                due = _due(policy, state)
-                due = None if due is None else max(due, state.held_until)
-            elif steps:
-                due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
-            last = steps[done - 1].action if done else None
-            number = done % len(steps) if steps else 0
-            asked = state.terminated_at if number else None
-            coming = _upcoming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
-            waits = bool(steps) and due is None and not state.resting
-            following = coming[0][0] if coming else steps[number].action if waits else None
-            step, why = (refused or {}).get((name, identity), (-1, None))
-            why = why if step == number else None
-            harm = worst_step(coming)
-            found.append(
-                PolicyStatus(
-                    name,
-                    state.subject,
-                    state.since,
-                    last,
-                    following,
-                    coming[0][1] if coming else None,
-                    policy.enforce,
-                    refused=why,
-                    harm=harm[0] if harm else None,
-                    harm_due=harm[1] if harm else None,
-                    rule=state.rule,
-                    why=state.why,
-                )
-            )
+            found.append(_status_of(policy, state, put_off.get(key), (refused or {}).get(key)))
     return tuple(sorted(found, key=lambda status: status.since))
+
+
+def _status_of(
+    policy: Policy, state: EscalationState, put_off: tuple[int, float] | None, refused: tuple[int, str] | None
+) -> PolicyStatus:
+    steps, done, due = policy.steps, state.done, None
+    if state.resting:
+        pass  # no step comes while only the pause lasts
+    elif put_off:
+        done, due = put_off
+    elif state.done < len(steps):
+        due = _due(policy, state)
+        due = None if due is None else max(due, state.held_until)
+    elif steps:
+        due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
+    number = done % len(steps) if steps else 0
+    asked = state.terminated_at if number else None
+    coming = _upcoming(policy, replace(state, done=number, terminated_at=asked), due) if due is not None else []
+    waits = bool(steps) and due is None and not state.resting
+    harm = worst_step(coming)
+    return PolicyStatus(
+        policy.name,
+        state.subject,
+        state.since,
+        last=steps[done - 1].action if done else None,
+        next=coming[0][0] if coming else steps[number].action if waits else None,
+        due=coming[0][1] if coming else None,
+        enforce=policy.enforce,
+        refused=refused[1] if refused and refused[0] == number else None,
+        harm=harm[0] if harm else None,
+        harm_due=harm[1] if harm else None,
+        rule=state.rule,
+        why=state.why,
+    )

@@ -57,7 +57,6 @@ class Candidate:
 
     record: JobRecord
     state: TaskState
-    args: argparse.Namespace
     job: ParsedRun
     requests: tuple[Request, ...]
 
@@ -177,14 +176,13 @@ class Dispatcher:
             if state.blocked or state.job in candidates:
                 continue
             try:
-                args = arguments_of(record, state.task)
-                job = parsed(args)
+                job = parsed(arguments_of(record, state.task))
             except (InvalidRequest, ValueError) as fault:
                 self._cannot_start(state, str(fault))
                 continue
             narrowed = partial(replace, within=record.within, within_reason=record.within_reason)
             requests = tuple(map(narrowed, job.requests))
-            candidates[state.job] = Candidate(record, state, args, job, requests)
+            candidates[state.job] = Candidate(record, state, job, requests)
         return list(candidates.values())
 
     def _cannot_start(self, state: TaskState, why: str) -> None:
@@ -201,7 +199,7 @@ class Dispatcher:
         asked, requests = _asked_together(candidates, bound)
         time_limits = [candidate.job.time_limit for candidate in asked]
         longest = None if None in time_limits else max(limit or 0.0 for limit in time_limits)
-        details = JobDetails(first.args.note, first.job.command, longest, None, priority_of(first.args))
+        details = JobDetails(first.job.args.note, first.job.command, longest, None, priority_of(first.job.args))
 
         def check(error: NotEnoughGpus) -> None:
             if self.store.change() != self.seen or (self.until is not None and time.time() >= self.until):
@@ -269,7 +267,7 @@ class Dispatcher:
             else:
                 os.close(self.lock)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                status = supervise(self.store, task.record, state, claim, task.args, task.job, self.directory, waited)
+                status = supervise(self.store, task.record, state, claim, task.job, self.directory, waited)
         except BaseException:
             sys.excepthook(*sys.exc_info())  # into the log of the job
             raise
@@ -303,7 +301,7 @@ def _asked_together(candidates: Sequence[Candidate], bound: float) -> tuple[list
     asked, requests = [first], dict.fromkeys(first.requests)
     for candidate in others if first.record.submitted + bound > time.time() else ():
         more = requests | dict.fromkeys(candidate.requests)
-        if candidate.args.priority == first.args.priority and len(more) <= 1 + MOST_ALTERNATIVES:
+        if candidate.job.args.priority == first.job.args.priority and len(more) <= 1 + MOST_ALTERNATIVES:
             asked.append(candidate)
             requests = more
     return asked, tuple(requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -30,14 +29,13 @@ def supervise(
     record: JobRecord,
     state: TaskState,
     claim: Claim,
-    args: argparse.Namespace,
     job: ParsedRun,
     directory: LockDirectory,
     waited: float,
 ) -> int:
     """Run one attempt of a task on *claim*, which this process takes over, and write down how it ends."""
 
-    causes: list[EndCause | None] = []
+    args, causes = job.args, list[EndCause | None]()
 
     def write_end(status: int, why: str | None, cause: EndCause | None = None) -> None:
         causes.append(cause)
@@ -70,7 +68,7 @@ def supervise(
                 )
             )
             report = JobReport(log, job.targets, job.command)
-            status = run_on(claim, args, job, backend_of(args), directory, log, report, waited=0.0, on_end=write_end)
+            status = run_on(claim, job, backend_of(args), directory, report, waited=0.0, on_end=write_end)
     except (GpuguardError, OSError, ValueError) as fault:
         print(f"gpuguard: {translated(str(fault))}", file=sys.stderr, flush=True)
         if not job_processes((), claim.id):  # otherwise the claim is theirs, and the task is unwatched from now on
