@@ -125,24 +125,6 @@ def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | No
     return max(0, device.memory_used - accounted)
 
 
-def memory_in_use(device: Device) -> int | None:
-    """Return the bytes of *device* that are in use, or None if that is unknown.
-
-    Intel's driver does not tell them of a GPU that sleeps.  They are 0 then, because the kernel keeps a GPU awake as
-    long as a process computes there: each of its address spaces holds a reference (xe_vm_create() of Linux).
-    """
-    if device.memory_used is None and device.asleep and not device.processes:
-        return 0
-    return device.memory_used
-
-
-def free_memory(device: Device) -> int | None:
-    """Return the bytes of *device* that a job can have, or None if that is unknown; see memory_in_use()."""
-    if device.memory_free is None and device.memory_used is None and memory_in_use(device) == 0:
-        return device.memory_total
-    return device.memory_free
-
-
 def hides_use(device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
     """Return whether processes that are not listed use more memory than an idle device may hold."""
     unlisted = unlisted_memory(device, tolerance)

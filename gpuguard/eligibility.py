@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpuguard.device_state import (
     desktop_limit,
-    free_memory,
     hides_use,
     idle_limit,
     instances_title,
     may_compute,
-    memory_in_use,
     occupants,
     unlisted_memory,
     user_label,
@@ -154,7 +152,7 @@ def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
     request, others = terms.request, len(_others_on(device, terms))
     # Hidden use is a reason for refusal unless the request allows processes there, so it matters here only then.
     hidden = bool(request.max_processes) and hides_use(device, request.tolerance)
-    return bool(others) or memory_in_use(device) is None or hidden, _has_no_list(device, terms), others
+    return bool(others) or device.memory_used is None or hidden, _has_no_list(device, terms), others
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -286,7 +284,7 @@ def _of_another_vendor(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, room, free, total = terms.request, capacity(device), free_memory(device), device.memory_total
+    request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
     if request.min_total is not None and total is None:
         yield _unknown(device, "memory_total", _ITS_MEMORY, terms, "--min-total", permanent=True)
     elif request.min_total is not None and (total or 0) < request.min_total:
@@ -366,7 +364,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield replace(reason, permanent=reason.permanent and not shared)  # a share may end
     elif len(others) > allowed:
         yield Reason(_used(device, others, terms))
-    elif not allowed and memory_in_use(device) is None:
+    elif not allowed and device.memory_used is None:
         if (unseen := _use_is_hidden(device, terms)) and device.uuid not in (terms.wanted or ()):
             yield unseen
         elif device.processes is None and not device.problems and not unseen:
@@ -600,7 +598,7 @@ def capacity(device: Device) -> int | None:
 
 def memory_left(device: Device, sharing: Sharing) -> int | None:
     """Return the bytes that a further share can have, or None if that is unknown."""
-    room, in_use = capacity(device), memory_in_use(device)
+    room, in_use = capacity(device), device.memory_used
     if room is None or in_use is None:
         return None
     if device.memory_shared_with_host and device.memory_free is not None:

@@ -16,7 +16,7 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title, free_memory, idle_limit, instances_title, memory_in_use
+from gpuguard.device_state import device_title, idle_limit, instances_title
 from gpuguard.eligibility import (
     MIG_SET,
     Refusal,
@@ -285,7 +285,7 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
 
     *nodes* counts the eligible devices of each NUMA node.
     """
-    request, used, free = terms.request, memory_in_use(device), free_memory(device)
+    request, used, free = terms.request, device.memory_used, device.memory_free
     of_host, last = bool(device.memory_shared_with_host), len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
     # The memory of a host is large, and slow beside a GPU's own.

@@ -375,7 +375,7 @@ def test_what_amd_divides_a_gpu_into_is_called_a_partition():
 
 
 ASLEEP = a_device(
-    asleep=True, memory_used=None, memory_free=None, memory_reserved=None, temperature=None, processes=None
+    asleep=True, memory_used=0, memory_free=80 * GIB, memory_reserved=None, temperature=None, processes=None
 )
 
 
@@ -390,13 +390,14 @@ ASLEEP = a_device(
         {"max_processes": 0},
     ],
 )
-def test_a_gpu_that_sleeps_is_free_although_its_driver_does_not_tell_its_memory(asked):
+def test_a_gpu_that_sleeps_is_free_although_its_driver_does_not_tell_its_processes_and_its_heat(asked):
     gaps = (Gap(ASLEEP.uuid, "processes", "the GPU sleeps"),)
 
     assert choose(a_snapshot(replace(ASLEEP, processes=()), gaps=gaps), Request(**asked), {}).devices
     if "share" not in asked:
         assert choose(a_snapshot(ASLEEP, gaps=gaps), Request(**asked), {}).devices
-    assert reasons(replace(ASLEEP, asleep=False), Request(**asked), gaps=gaps)
+    awake = replace(ASLEEP, asleep=False, memory_used=None, memory_free=None)
+    assert reasons(awake, Request(**asked), gaps=gaps)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_a_gpu_that_sleeps_is_free_although_its_driver_does_not_tell_its_memory(
     [
         (replace(ASLEEP, processes=(BOB,)), "used by bob"),
         (replace(ASLEEP, memory_used=9 * GIB), "9.0GiB in use"),
-        (replace(ASLEEP, memory_total=None), "its free memory is unknown"),
+        (replace(ASLEEP, memory_total=None, memory_free=None), "its free memory is unknown"),
         (replace(ASLEEP, memory_total=8 * GIB), "has 8.0GiB of memory even when it is empty"),
     ],
 )

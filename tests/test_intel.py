@@ -696,6 +696,15 @@ def test_a_sleeping_gpu_that_no_process_has_open_holds_nothing(tmp_path: Path) -
     assert (device.processes, device.memory_used) == ((), 0)
 
 
+@pytest.mark.usefixtures("hidden")
+def test_a_sleeping_gpu_computes_for_no_process_that_is_hidden(machine: Callable[..., IntelTree]) -> None:
+    tree = loaded(machine(B580))
+    (tree.device(B580.address) / "power/runtime_status").write_text("suspended\n", encoding="ascii")
+    device = only(looked_twice(tree))
+
+    assert (device.processes, device.memory_used) == (None, 0)
+
+
 def test_a_sleeping_gpu_of_unknown_size_says_what_would_tell_it(tmp_path: Path) -> None:
     snapshot = looked_twice(IntelTree(tmp_path, MACHINES["asleep"]))
 

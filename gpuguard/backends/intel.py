@@ -371,6 +371,9 @@ def _memory_used(view: _View) -> int:
     if not view.gpu.integrated:
         with suppress(NotTold):
             return dmem.used(view.look.root, view.gpu.card.address)
+    if view.reading.asleep and not (view.clients or view.undescribed):
+        # The kernel keeps a GPU awake for each address space of a process: it holds a reference (xe_vm_create()).
+        return 0
     if view.look.clients.hidden:
         raise NotTold(_HIDDEN)
     held = [_memory_of(client, integrated=view.gpu.integrated) for client in view.clients]

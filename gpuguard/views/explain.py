@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuguard.device_state import device_title, free_memory
+from gpuguard.device_state import device_title
 from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.locale import _, translated
@@ -97,7 +97,7 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     if reasons:
         return [[title, _("REFUSED"), reasons[0]], *(["", "", more] for more in reasons[1:])]
     facts = [_("choice {number}").format(number=choice.eligible.index(device) + 1)]
-    free = free_memory(device)
+    free = device.memory_free
     facts += [
         _("free memory unknown") if free is None else _("{memory_free} free").format(memory_free=format_bytes(free))
     ]
