@@ -335,7 +335,7 @@ def _usage(
         return (working, None) if owned else ("unclaimed_use", unlisted)
     if listed:
         return "unknown", sentence("state.implausible_list", "the process list makes no sense")
-    if processes is None and not device.asleep and (locked or device.memory_used is None):
+    if processes is None and (device.memory_used is None or (locked and not device.asleep)):
         return "unknown", sentence("state.no_list", "no process list")
     if locked:
         return "claimed", None
