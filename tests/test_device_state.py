@@ -199,11 +199,20 @@ def test_of_a_machine_only_what_belongs_to_some_users_on_some_devices_is_shown()
 
 @pytest.mark.parametrize(
     ("before", "now", "watts"),
-    [(100.0, 400.0, 150.0), (None, 400.0, None), (100.0, None, None), (400.0, 100.0, None), (0.0, 1e9, None)],
-    ids=["drawn", "unknown before", "unknown now", "began anew", "more than any GPU draws"],
-)
+    [(100.0, 400.0, 150.0), (None, 400.0, None), (100.0, None, None), (400.0, 100.0, None), (0.0, 2798.0, 1399.0),
+     (0.0, 5498.0, None)],
+    ids=["drawn", "unknown before", "unknown now", "began anew", "almost twice its limit", "more than it can draw"],
+)  # fmt: skip
 def test_what_a_device_has_drawn_is_told_by_its_counter_where_that_can_be(before, now, watts):
+    """A job of 13 s was told 10 Wh, 2,749 W of a GPU that may draw 700."""
     assert mean_watts(a_device(total_energy=before), a_device(total_energy=now), 2.0) == watts
+
+
+@pytest.mark.parametrize(("joules", "watts"), [(19_998.0, 9_999.0), (20_002.0, None)])
+def test_of_a_device_whose_limit_is_unknown_more_than_any_device_draws_is_no_reading(joules, watts):
+    before, now = (a_device(total_energy=energy, power_limit=None) for energy in (0.0, joules))
+
+    assert mean_watts(before, now, 2.0) == watts
 
 
 ENDED = GpuProcess(4000, 600 * MIB, ended=True)

@@ -11,7 +11,7 @@ from sources import PACKAGE, ROOT, module_name, modules, tree
 
 from gpuguard.claims.directory import lock_directory, open_lock
 
-LAST = 112
+LAST = {"H": 112, "U": 15}
 # Name or text -> why not, and the files that may: a socket takes its mode from nothing but the umask.
 NEVER = {
     "lockf": ("its locks end as soon as any descriptor of the file is closed", ""),
@@ -23,10 +23,10 @@ NEVER = {
 }  # fmt: skip
 
 
-def rows(text: str) -> dict[int, list[tuple[str, str]]]:
-    """Number of a hazard -> (file, test) that hold it."""
-    found = re.findall(r"^\| H(\d+) \| [^|]+ \| (.*) \|$", text, re.MULTILINE)
-    return {int(number): re.findall(r"`(\w+)::(\w+)`", held) for number, held in found}
+def rows(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each number, as in "H3", with (file, test) of what holds it."""
+    found = re.findall(r"^\| ([HUA]\d+) \| [^|]+ \| (.*) \|$", text, re.MULTILINE)
+    return [(number, re.findall(r"`(\w+)::(\w+)`", held)) for number, held in found]
 
 
 def used(module: ast.AST) -> set[str]:
@@ -52,18 +52,20 @@ def never(module: ast.AST, path: str) -> list[str]:
     ]
 
 
-def test_every_hazard_has_its_test_and_every_test_exists():
-    text = (ROOT / "tests" / "HAZARDS.md").read_text(encoding="utf-8")
-    held = rows(text)
+def test_every_number_is_there_once_with_its_tests_and_every_test_exists():
+    held = rows((ROOT / "tests" / "HAZARDS.md").read_text(encoding="utf-8"))
 
-    assert sorted(held) == list(range(1, LAST + 1)) and all(held.values())
-    for file, name in {one for tests in held.values() for one in tests}:
+    assert [number for number, _ in held] == [f"{kind}{n}" for kind, last in LAST.items() for n in range(1, last + 1)]
+    assert all(tests for _, tests in held)
+    for file, name in {one for _, tests in held for one in tests}:
         body = tree(ROOT / "tests" / f"test_{file}.py").body
         assert f"test_{name}" in {node.name for node in body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
 
 
-def test_a_row_without_a_test_is_noticed():
-    assert rows("| H3 | words | `a::b`<br>`c::d` |\n| H4 | words | nothing |\n") == {3: [("a", "b"), ("c", "d")], 4: []}
+def test_a_row_without_a_test_and_one_that_is_there_twice_are_noticed():
+    text = "| H3 | words | `a::b`<br>`c::d` |\n| H4 | words | nothing |\n" + "| U4 | words | `a::b` |\n" * 2
+
+    assert rows(text) == [("H3", [("a", "b"), ("c", "d")]), ("H4", []), *[("U4", [("a", "b")])] * 2]
 
 
 @pytest.mark.parametrize("path", modules(), ids=module_name)
