@@ -153,6 +153,26 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     assert [event.outcome for event in events] == ["refused", "faults mended", "in force"]
 
 
+def test_a_fault_and_a_name_that_means_no_user_count_until_they_are_mended(tmp_path):
+    """An alert goes by the number: the guard was off, and `doctor`, the metrics and the log were content."""
+    path, events, numbers = tmp_path / "policy.yaml", [], []
+    where = start(str(tmp_path / "node")), lock_directory(str(tmp_path))
+    guard = Daemon(*where, DaemonSettings(str(path)), print, events.append, lambda event: True)
+    gone, faulty = POLICY.replace("[log]", "[log], except: {users: [no-such-user]}"), POLICY.replace("1m", "1")
+    for text in (POLICY, gone, faulty, POLICY):
+        path.write_text(text)
+        guard.reload_if_changed()
+        numbers.append((guard.faults, guard.unguarded()))
+
+    assert [number for number, _ in numbers] == [0, 1, 2, 0]
+    (_, before), (_, name), (_, fault), (_, mended) = numbers
+    assert before is mended is None and name and "no user 'no-such-user'" in name
+    assert fault and "the policy file has faults" in fault
+    assert [event.outcome for event in events if event.outcome != "in force"] == [
+        "names unknown", "refused", "names known", "faults mended",
+    ]  # fmt: skip
+
+
 ONE_OF_TWO = """
 version: 1
 interval: {{shortest: {n}s, longest: {n}s}}

@@ -11,7 +11,8 @@ from sources import PACKAGE, ROOT, module_name, modules, tree
 
 from gpuguard.claims.directory import lock_directory, open_lock
 
-LAST = {"H": 112, "U": 15}
+# The last numbers of HAZARDS.md: hazards, what was said to a researcher, and what to an administrator.
+LAST = {"H": 112, "U": 15, "A": 26}
 # Name or text -> why not, and the files that may: a socket takes its mode from nothing but the umask.
 NEVER = {
     "lockf": ("its locks end as soon as any descriptor of the file is closed", ""),

@@ -255,6 +255,14 @@ def test_a_sample_counts_for_three_intervals(age, trouble, current):
     assert (told.waiting is not None) == current  # else the queue is read again
 
 
+def test_the_faults_of_both_files_of_the_site_are_told():
+    daemon = ADaemon(1)
+    daemon.faults, daemon.queue_settings.faults = 2, 1
+    told = DaemonFacts(daemon, None, EventCounter()).read()
+
+    assert (told.policy_faults, told.line_faults) == (2, 1)
+
+
 def test_jobs_are_told_while_the_claims_can_be_read(tmp_path, monkeypatch):
     directory, claim = lock_directory(str(tmp_path / "claims")), a_claim_record(a_device(), job="17")
 

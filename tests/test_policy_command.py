@@ -108,6 +108,7 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "It must hold on 2 GPUs of the same user at once.",
         "Only 22:00 to 07:30 on mon, tue",
         "Only while more than 80% of the GPUs are claimed.",
+        "For what has just started the first step comes after 2h30m.",
         "after 2h     warn: tell the user",
         "after 2h30m  notify: send a message",
         "after 4h     terminate: ask the process to end, by SIGTERM",
@@ -120,6 +121,13 @@ def test_explain_says_who_when_and_what(gpuguard, tmp_path):
         "Dry run: mode is observe",
     ):
         assert line in done.stdout
+
+
+def test_explain_says_what_unclaimed_leaves_out_unless_the_file_has_it():
+    left_out = "GPUs that another user has claimed are left out; `on_claimed: true` has them, too."
+
+    assert any(left_out in line for line in sentences(good(document(when="{unclaimed: {}}"))))
+    assert not any(left_out in line for line in sentences(good(document(when="{unclaimed: {on_claimed: true}}"))))
 
 
 @pytest.mark.parametrize("action", ACTION_KEYS)
