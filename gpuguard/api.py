@@ -322,7 +322,7 @@ def _request(**conditions: Any) -> Request:
     if unknown := conditions.keys() - set(Request.__match_args__):
         name = min(unknown)
         names = [*Request.__match_args__, "note", "wait", "backend", "directory", "priority"]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = ["num_gpus"] if name == "n" else difflib.get_close_matches(name, names, n=1)  # `gpuguard run -n`
         raise TypeError(f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
     if not hasattr(number := conditions.get("num_gpus", 1), "__index__"):
         raise InvalidRequest(f"{number!r} GPUs cannot be asked for: ask for a whole number.")

@@ -1,11 +1,14 @@
-"""Tables for notebooks, which `_repr_html_` returns.  Everything is escaped, because names are text of other users."""
+"""Tables for notebooks and print(), which `_repr_html_` and `__str__` return.
+
+Everything is escaped, because names are text of other users.
+"""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
 
-from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded, local_time
 
 if TYPE_CHECKING:
@@ -19,10 +22,26 @@ _HELD_HEADS = ("in this process", "GPU", "name", "memory", "uuid")
 _CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
 
 
+def text_of_snapshot(snapshot: Snapshot) -> str:
+    """Return a snapshot's devices as a table of text."""
+    rows = [_DEVICE_HEADS, *(map(neutralise, _device_row(device, snapshot.claims)) for device in snapshot.devices)]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(display_width, column)) for column in columns]
+    padded = (
+        [cell + " " * (width - display_width(cell)) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
+    )
+    return "\n".join([_title(snapshot), *("  ".join(row).rstrip() for row in zip(*padded, strict=True))])
+
+
+def _title(snapshot: Snapshot) -> str:
+    kind = ("RECORDED " if snapshot.recorded else "") + ("SIMULATED " if snapshot.simulated else "")
+    return neutralise(kind + snapshot.host)
+
+
 def of_snapshot(snapshot: Snapshot) -> str:
     """Return a snapshot's devices as HTML, and its claims if it knows of any."""
-    kind = ("RECORDED " if snapshot.recorded else "") + ("SIMULATED " if snapshot.simulated else "")
-    title = f"<p><b>{escaped(kind + snapshot.host)}</b></p>"
+    title = f"<p><b>{escape(_title(snapshot))}</b></p>"
     parts = [title, _table(_DEVICE_HEADS, (_device_row(device, snapshot.claims) for device in snapshot.devices))]
     if snapshot.claims:
         rows = (_claim_row(claim, snapshot.taken_at) for claim in snapshot.claims)

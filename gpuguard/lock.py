@@ -29,7 +29,7 @@ from gpuguard.claims.claim import (
 )
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.records import locked_devices, probe, read_record
-from gpuguard.claims.restrictions import restrictions_against
+from gpuguard.claims.restrictions import DENIED, denial_of, denial_text, read_restrictions, restrictions_against
 from gpuguard.clusters.device_lists import groups_needed
 from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import (
@@ -254,9 +254,13 @@ class Allocator:
                 unlock([lock for locks in held.values() for lock in locks])
 
     def why_not(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> NotEnoughGpus:
-        """Return the error with all reasons why *request* cannot be met."""
+        """Return the error with all reasons why *request* cannot be met, or with the denial of this user alone."""
         snapshot, choice = self._explained(request, snapshot, taken)
-        return not_enough(snapshot, request, choice)
+        error = not_enough(snapshot, request, choice)
+        denied = None if self.outer else denial_of(read_restrictions(self.directory, DENIED, time.time()), os.geteuid())
+        if denied and not isinstance(error, ImpossibleRequest):
+            return waiting_error(request.num_gpus, denial_text(denied))
+        return error
 
     def _explained(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> tuple[Snapshot, Choice]:
         """Return *snapshot* with all fields that reasons are made of, and the choice made from it."""

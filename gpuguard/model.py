@@ -441,6 +441,12 @@ class Snapshot:
         """Return the device with that uuid, or None."""
         return next((device for device in self.devices if device.uuid == uuid), None)
 
+    def __str__(self) -> str:
+        """Return what `print(gpuguard.who())` shows: a line for each device."""
+        from gpuguard.html import text_of_snapshot
+
+        return text_of_snapshot(self)
+
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
         from gpuguard.html import of_snapshot

@@ -74,7 +74,10 @@ def parse_duration(text: str) -> float:
     """Seconds of ``"90s"``, ``"10m"`` or ``"1h30m"``."""
     stripped = text.strip()
     if not re.fullmatch(_DURATION, stripped):
-        raise InvalidRequest(_complaint(text, N_("a duration"), "10m", _SECONDS))
+        clock = re.fullmatch(r"(\d{1,3}):(\d{2}):(\d{2})", stripped, re.ASCII)  # as Slurm writes it
+        parts = zip(clock.groups(), "hms", strict=True) if clock else ()
+        example = "".join(f"{int(number)}{unit}" for number, unit in parts if int(number))
+        raise InvalidRequest(_complaint(text, N_("a duration"), example or "1h30m", _SECONDS))
     return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_DURATION_PART, stripped))
 
 
@@ -235,7 +238,10 @@ def _amount(text: str, parse: Callable[[str], float]) -> Amount:
     """An amount that *parse* reads, or a percentage of the total."""
     if text.strip().endswith("%"):
         return Amount(parse_percent(text), text.strip(), relative=True)
-    return Amount(parse(text), text.strip())
+    try:
+        return Amount(parse(text), text.strip())
+    except InvalidRequest as fault:
+        raise InvalidRequest(_("{fault}  A part of the whole is written like '90%'.").format(fault=fault)) from None
 
 
 def parse_rate(text: str) -> Rate:

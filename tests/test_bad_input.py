@@ -37,7 +37,7 @@ RUN_WORDS = [  # found before anything is read
     ("--time-limit 1s --idle-limit 0s true", "--idle-limit: a limit of 0 ends every job"),
     (
         "--wait true",
-        "--wait: 'true' is not a duration: write it like '10m' (units: ms, s, m, h, d, w).\nWithout a duration",
+        "--wait: 'true' is not a duration: write it like '1h30m' (units: ms, s, m, h, d, w).\nWithout a duration",
     ),
     (
         "--wait python -V",
@@ -46,6 +46,14 @@ RUN_WORDS = [  # found before anything is read
     ("--json true", "unrecognized arguments: --json.\nSee"),
     ("--bogus -- true", "unrecognized arguments: --bogus"),
     ("--min-fre 20GiB true", "--min-fre (did you mean --min-free?)"),
+    ("-q true", "-q (did you mean --quiet?)"),
+    ("--name x true", "--name (did you mean --note?)"),
+    ("-t 4h true", "-t (did you mean --time-limit?)"),
+    ("--time=4h true", "--time=4h (did you mean --time-limit?)"),
+    ("--detach true", "--detach (did you mean `gpuguard submit`?)"),
+    ("--time-limit 4:00:00 true", "--time-limit: '4:00:00' is not a duration: write it like '4h' (units: "),
+    ("--time-limit 01:30:05 true", "write it like '1h30m5s'"),
+    ("--time-limit 0:00:00 true", "write it like '1h30m'"),
     ("-n 0 true", "0 GPUs cannot be asked for: ask for at least 1"),
     ("-n x true", "-n: 'x' is not a whole number: write it like -n 2"),
     (f"-n {'9' * 5000} true", "9' is not a whole number"),
@@ -64,7 +72,7 @@ RUN_WORDS = [  # found before anything is read
     ("--min-free=-20GiB true", "--min-free: '-20GiB' is not a memory size"),
     ("--max-util 10 true", "--max-util: '10' has no unit: write a percentage like '10%'."),
     ("--max-processes -1 true", "a GPU cannot have -1 processes: permit 0 or more"),
-    ("--time-limit 5 true", "--time-limit: '5' has no unit: write a duration like '10m'"),
+    ("--time-limit 5 true", "--time-limit: '5' has no unit: write a duration like '1h30m'"),
     ("--time-limit 0s true", "--time-limit 0s leaves the job no time: leave the option out"),
     ("--grace 5 true", "--grace: '5' has no unit"),
     ("--wait=-5s true", "--wait: '-5s' is not a duration"),
@@ -125,6 +133,11 @@ OTHERS = [
     (2, "explain --min-free 20", "--min-free: '20' has no unit"),
     (1, "explain --dir PLACE/file", "is not a directory"),
     (2, "who --jso", "--jso (did you mean --json?)"),
+    (2, "reserve -n 1", "say for how long: --for 3h, or --until 12:00."),
+    (2, "reserve --for 1h --until 12:00", "--until: not allowed with argument --for"),
+    (2, "reserve --until noon", "--until: 'noon' is no time: write 09:00"),
+    (2, "reserve --from 2099-01-01T12:00 --until 2099-01-01T12:00", "that would be over at once"),
+    (2, "query index,name", "index,name (did you mean --query-gpu?)"),
     (2, "who --watch 10ms", "--watch needs at least 100ms"),
     (2, "top --every 1ms", "--every needs at least 100ms"),
     (2, "top --once --device 9", "--device 9 names no GPU"),
@@ -312,6 +325,16 @@ def test_a_fault_inside_gpuguard_is_a_sentence_for_the_user(monkeypatch, capsys)
     monkeypatch.setenv("GPUGUARD_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli.run_command_line(["run"])
+
+
+def test_a_reader_that_has_gone_away_is_no_answer_of_a_command():
+    """`gpuguard who | true` ended with 1, which is the answer no."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        ended = subprocess.run([sys.executable, "-m", "gpuguard", "--help"], stdout=unread, stderr=subprocess.PIPE)
+
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 # Ctrl-C as the command line is loaded, which takes a tenth of a second.

@@ -380,7 +380,15 @@ def test_a_claim_that_was_given_back_says_so():
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("model", "models"), ("min_memory", "memory"), ("device", "devices"), ("notes", "note")]
+    ("word", "meant"),
+    [
+        ("model", "models"),
+        ("min_memory", "memory"),
+        ("device", "devices"),
+        ("notes", "note"),
+        ("n", "num_gpus"),
+        ("gpus", "num_gpus"),
+    ],
 )
 def test_a_condition_that_does_not_exist_is_told_with_the_one_that_may_be_meant(word, meant):
     with pytest.raises(TypeError, match=f"no condition '{word}': did you mean '{meant}'"):

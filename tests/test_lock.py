@@ -166,6 +166,17 @@ def test_whose_claims_are_denied_and_what_is_out_of_service_is_said(directory):
     ]
 
 
+def test_a_denied_user_reads_that_first_and_not_that_no_gpu_is_free(directory):
+    machine, uid = Machine(*(a_device(n) for n in range(8))), str(os.geteuid())
+    change(directory, DENIED, lambda marks: marks.update({uid: Restriction(uid, time.time(), user="al")}))
+
+    with pytest.raises(NotEnoughGpus) as refused:
+        acquire(machine, Request(), directory, environ={})
+    assert str(refused.value) == "wanted 1 GPU: new claims of al are denied by the administrator."
+    with pytest.raises(ImpossibleRequest, match="only 8 exist"):
+        acquire(machine, Request(9), directory, environ={})
+
+
 class OfTwoVendors(Machine):
     """Its GPUs of AMD cannot be read."""
 

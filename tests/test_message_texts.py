@@ -177,6 +177,15 @@ def test_both_languages_say_the_same_things():
         assert "`gpuguard adopt PID`" in text, "no user need end a job for want of a claim"
 
 
+@pytest.mark.parametrize("language", WORDS)
+def test_the_command_that_claims_a_running_job_has_its_pid_where_one_process_is_meant(language):
+    one, several = a_verdict(rule="unclaimed"), a_verdict(rule="unclaimed")
+    several = replace(several, finding=replace(several.finding, processes=(a_process(1), a_process(2))))
+
+    assert "`gpuguard adopt 4711`" in message_for(one, a_node(), language).body
+    assert "`gpuguard adopt PID`" in message_for(several, a_node(), language).body
+
+
 def _blanks(words: Words) -> dict[str, set[str | None]]:
     texts = {
         name: text for name, text in vars(words).items() if isinstance(text, str) and name not in ("subject", "body")

@@ -404,6 +404,20 @@ def test_a_snapshot_is_a_table_of_its_devices_and_one_of_its_claims_in_which_unk
     assert Read(a_snapshot(unknown)._repr_html_()).words.count("n/a") >= 5
 
 
+def test_a_snapshot_prints_as_a_line_for_each_device():
+    """`print(gpuguard.who())` was a wall."""
+    used = a_device(0, memory_used=30 * 2**30, utilization=47.0, processes=(a_process(),))
+    machine = a_snapshot(used, a_device(1, name=HOSTILE + "\x1b\n", utilization=None), claims=(a_claim_record(used),))
+    title, heads, *rows = str(dataclasses.replace(machine, recorded=True)).splitlines()
+
+    assert (title, heads.split()) == ("RECORDED node1", ["GPU", "name", "memory", "util", "temp", "power", "processes",
+                                                         "claimed", "by"])  # fmt: skip
+    assert re.split(" {2,}", rows[0]) == [
+        "0", "NVIDIA H100 80GB HBM3", "30.0GiB / 80.0GiB", "47%", "35°C", "70W", "1", "alice",
+    ]  # fmt: skip
+    assert len(rows) == 2 and rows[1].startswith("1    <") and "n/a" in rows[1] and "\x1b" not in rows[1]
+
+
 def test_a_claim_of_this_process_is_a_table_of_its_devices_as_programs_in_it_count_them():
     claim = Claim("1f2e", (a_device(index=2), a_device(index=5, name=HOSTILE, memory_total=None)), (NO_LOCK,))
     read = Read(claim._repr_html_())

@@ -48,7 +48,7 @@ def test_a_wrong_file_shows_every_fault_with_line_column_and_advice(gpuguard, tm
         "      when: {idel: {below: 5%}}",
         "             ^",
         "  Did you mean 'idle'?",
-        f"{path}:5:10: for: '2' has no unit: write a duration like '10m' (units: ms, s, m, h, d, w).",
+        f"{path}:5:10: for: '2' has no unit: write a duration like '1h30m' (units: ms, s, m, h, d, w).",
         "      for: 2",
         "           ^",
         f"{path}: 2 faults.",

@@ -160,6 +160,7 @@ WHEN = {
         "{unclaimed: {min_memory: «1024}}", "{age: {run_time_above: «72}}",
     ),
     "is not a percentage": ("{idle: {below: «5.}}", "{idle: {below: «five}}"),
+    "like '90%'": ("{memory: {above: «0.9}}", "{power: {above: «0.9}}", "{host_memory: {above: «0.5}}"),
     "more than 100%": ("{idle: {below: «105%}}",),
     "Did you mean 'below'?": ("{idle: {below: 5%, «bellow: 6%}}",),
     "no choice": ("{idle: {below: 5%, window: «moving}}", "{memory: {above: 40GiB, per: «job}}"),

@@ -86,7 +86,8 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
         "    starts in about 2h, when GPU 0 is free: time limit of alice's job; "
         f"at the latest {promise}, if time limits are kept",
         "2  81d2      李小明  1 or 4    1m5s  [high] n/a",
-        f"    start unknown: alice's request before it has no time limit; shorter jobs may start first until {bound}",
+        "    start unknown: alice's request before it has no time limit; "
+        f"shorter jobs may start before this one until {bound}",
     ]
     assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
         "    not queued yet: waits until process 4711 has ended"
@@ -443,8 +444,8 @@ def test_what_keeps_a_share_off_its_device_is_told_unless_the_plan_knows_it(devi
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({}, f"shorter jobs may start first until {clock_text(NOW + HOUR, NOW)}"),
-        ({"since": NOW - 1}, f"shorter jobs may start first until {clock_text(NOW + HOUR - 1, NOW)}"),
+        ({}, f"shorter jobs may start before this one until {clock_text(NOW + HOUR, NOW)}"),
+        ({"since": NOW - 1}, f"shorter jobs may start before this one until {clock_text(NOW + HOUR - 1, NOW)}"),
         ({"since": NOW - HOUR}, "only jobs that probably end before its GPUs are free start first"),
         ({"now": True}, None),
         ({"after": "it is denied"}, None),
@@ -531,7 +532,8 @@ def test_explain_says_that_a_request_would_delay_another_and_leaves_no_ticket(gp
     text, answer = gpuguard("explain"), gpuguard("explain", "--json")
 
     why = f"number 2 of 2 in the queue, held back: it would delay {me}'s request for 2, which came before"
-    advice = r"; with a --time-limit of at most (1h5\dm|2h) it could start now; shorter jobs may start first until .*"
+    advice = r"; with a --time-limit of at most (1h5\dm|2h) it could start now"
+    advice += "; shorter jobs may start before this one until .*"
     advised = re.fullmatch(re.escape(f"If you ran it now: {why}") + advice, text[1].splitlines()[-1])
     assert text[0] == 1 and advised, text[1]
     line = json.loads(answer[1])["line"]

@@ -462,6 +462,25 @@ def test_times_as_people_write_them(text, then):
     assert parse_when(text, now) == time.mktime((*then, 0, 0, 0, -1))
 
 
+@pytest.mark.parametrize(
+    ("words", "hours"),
+    [
+        ("--from 2099-11-20T20:30 --until 22:00", 1.5),
+        ("--from 2099-11-20T20:30 --until 09:00", 12.5),
+        ("--from 2099-11-20T20:30 --until 2099-11-22T20:30", 48.0),
+        ("--from 2099-11-20T20:30 --for 2h", 2.0),
+    ],
+)
+def test_a_reservation_ends_after_a_time_or_at_one(words, hours, node, command, directory, monkeypatch, tmp_path):
+    (tmp_path / "line.yaml").write_text("reservations: {longest: 90d, ahead: 40000d}\n")
+    monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
+    status, said, complaint = command("reserve", "--dir", directory.path, "--json", *words.split())
+
+    assert status == 0, complaint
+    [made] = json.loads(said)["reservations"]
+    assert made["ends"] - made["begins"] == hours * HOUR
+
+
 NO_CLOCKS = ["", "9", "25:00", "-1:00", "09:60", "t09:00", "09:00 tomorrow", "tomorrow", "in 2", "in the past"]
 NO_DATES = [f"2026-{text}" for text in ("02-30T09:00", "13-01T09:00", "11-21 T09:00", "11-19T09:00", "11-21T09:00:00Z")]
 

@@ -85,6 +85,17 @@ def test_the_commands_of_the_readme_may_come_in_any_order(command, look, sim, de
     assert len(devices()) == 8
 
 
+def test_the_node_of_another_user_is_not_stopped_and_that_is_said(a_node, sim, monkeypatch):
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted", path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    status, said, complaint = sim("stop")
+
+    assert (status, said) == (4, "")
+    assert complaint.startswith("gpuguard: the simulated node cannot be changed: ") and "not permitted" in complaint
+
+
 def test_a_damaged_node_is_replaced_with_force_and_removed_by_stop(a_node, sim):
     file = Path(a_node, "node.json")
     file.write_text("{")

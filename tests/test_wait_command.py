@@ -19,7 +19,7 @@ from gpuguard.claims.records import read_records
 from gpuguard.cli import terminal as progress
 from gpuguard.cli.job_log import WaitProgress
 from gpuguard.cli.terminal import print_notice
-from gpuguard.errors import NotEnoughGpus
+from gpuguard.errors import NotEnoughGpus, WaitTimeout
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.request import Request
 from gpuguard.sanitize import display_width
@@ -178,6 +178,22 @@ def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
     ]
 
 
+def test_what_the_log_has_is_not_repeated_when_the_time_is_over(clock):
+    """`run -n 8 --wait 2s` printed nine lines twice."""
+    said = NotEnoughGpus("wanted 2 GPUs.", 2, 1, reasons=["  GPU 0: busy"], advice="Ask for 1.")
+    log, other, quiet = WaitProgress(False), WaitProgress(False), WaitProgress(True)
+    log.missing(said)
+    quiet.missing(said)
+    other.missing(NotEnoughGpus("wanted 2 GPUs.", 2, 1, reasons=["  GPU 0: hot"]))
+    over = WaitTimeout.after(said)
+    short = log.without_what_was_told(over)
+
+    assert (str(short), type(short), short.wanted, short.available) == (
+        "the time to wait is over: wanted 2 GPUs.", WaitTimeout, 2, 1,
+    )  # fmt: skip
+    assert other.without_what_was_told(over) is quiet.without_what_was_told(over) is over
+
+
 def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock, terminal, capsys):
     line = WaitProgress(False)
     for _ in range(5):
@@ -185,6 +201,7 @@ def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock,
         clock[0] += 0.5
     line.done()
     line.done()
+    assert line.without_what_was_told(over := WaitTimeout.after(MISSING)) is over, "it had no room for reasons"
 
     *shown, last = capsys.readouterr().err.split("\r\x1b[K")[1:]
     assert shown == [f"gpuguard: waiting for {n}s: number 1 o…" for n in (0, 1, 2)]

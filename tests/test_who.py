@@ -238,6 +238,16 @@ def test_the_screen_as_a_whole():
     assert "\n".join(rest) == SCREEN.strip("\n")
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_folds_the_title_and_keeps_how_old_it_is(width):
+    snapshot = a_snapshot(a_device(), host="a-server-with-a-name", simulated=True)
+    lines = to_text(snapshot, uses(snapshot), width=width, age=7.0)
+
+    title = " ".join(lines[: next(number for number, line in enumerate(lines) if line.startswith("GPU "))])
+    assert title.endswith(" seen by the daemon 7s ago") and "a-server-with-a-name: 1 GPU, driver 550.54.15, " in title
+    assert all(display_width(line) <= width for line in lines)
+
+
 SCREEN = """
 GPU  NAME                     MEMORY  UTIL  TEMP  POWER  STATE
 0    H100 80GB HBM3  10.0GiB/80.0GiB   90%   35C    70W  in use

@@ -580,6 +580,8 @@ def remove(directory: str) -> bool:
             os.unlink(os.path.join(directory, STATE))
         except FileNotFoundError:
             return False
+        except OSError as error:  # it is another user's
+            raise _not_changed(error) from None
         return True
 
 

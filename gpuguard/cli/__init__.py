@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -96,7 +97,7 @@ def run_command_line(words: list[str]) -> int:
     except BrokenPipeError:
         # The reader has gone away (`gpuguard who | head -1`), so nothing more can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return EXIT_NO
+        return 128 + signal.SIGPIPE  # as of any program in a pipe: 1 would be an answer
     except KeyboardInterrupt:
         return 130
     except GpuguardError as error:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import InvalidRequest, WaitTimeout
 from gpuguard.files import open_named
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
@@ -192,9 +192,18 @@ class WaitProgress:
     def __init__(self, quiet: bool, log: JobLog | None = None) -> None:
         self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
         self.log, self.logged_at, self.logged = log, 0.0, ""
+        self._told: tuple[str, ...] | None = None  # the reasons that stand in the log, if all lines were printed
+
+    def without_what_was_told(self, error: WaitTimeout) -> WaitTimeout:
+        """Return *error* without its reasons if the log has had the very same ones."""
+        if error.reasons != self._told:
+            return error
+        return WaitTimeout(error.headline, error.wanted, error.available, error.refused)
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Report what is missing; on a terminal, whose one line is soon full, without repeating the request."""
+        if self._told is None and not (self._quiet or rewrites()):
+            self._told = missing.reasons
         self.report(translated(missing.brief if missing.brief and rewrites() else str(missing)))
 
     def report(self, text: str) -> None:

@@ -40,6 +40,17 @@ _CLEARER = {
 }
 
 
+# (command, what other tools call it; "" is a word without a dash) -> what it is called here
+_ELSEWHERE = {
+    ("gpuguard run", "-q"): "--quiet",
+    ("gpuguard run", "--name"): "--note",
+    ("gpuguard run", "-t"): "--time-limit",
+    ("gpuguard run", "--time"): "--time-limit",
+    ("gpuguard run", "--detach"): "`gpuguard submit`",
+    ("gpuguard query", ""): "--query-gpu",
+}
+
+
 @dataclass(frozen=True)
 class SubcommandRow:
     """A command, or a command of a command, such as `gpuguard policy check`."""
@@ -94,8 +105,10 @@ class Parser(argparse.ArgumentParser):
 
             # The dashes are left out, because all flags have them: they made --json similar to --slots.
             flags = {flag.lstrip("-"): flag for action in self.actions for flag in action.option_strings}
-            near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), flags, n=1)
-            similar = _(" (did you mean {option}?)").format(option=flags[near[0]]) if near else ""
+            word = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(word.lstrip("-"), flags, n=1)
+            meant = _ELSEWHERE.get((self.prog, word if word.startswith("-") else "")) or (near and flags[near[0]])
+            similar = _(" (did you mean {option}?)").format(option=meant) if meant else ""
             text = _("unrecognized arguments: {words}").format(words=" ".join(unknown))
             self.error(f"{text}{similar}{self._taken(namespace)}")
         return namespace, unknown

@@ -69,7 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("when, and for whom")
     when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
     group.add_argument("--from", dest="from_", metavar="TIME", help=when)
-    group.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
+    length.add_argument("--until", metavar="TIME", help="until then: the first such time after it begins")
     whose = group.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="NAME", help="for another user, as root")
     whose.add_argument("--group", metavar="NAME", help="for all members of a group of yours (root: of any)")
@@ -83,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     wanted = [
         name
-        for name in ("num_gpus", "devices", "from_", "for_", "user", "group", "note")
+        for name in ("num_gpus", "devices", "from_", "for_", "until", "user", "group", "note")
         if getattr(args, name) is not None
     ]
     if args.cancel is None and wanted:
@@ -171,18 +173,19 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
     """Return the begin and the end in unix time."""
     now = time.time()
     seconds = options.quantity("--for", args.for_, parse_duration)
-    if seconds is None:
-        raise InvalidRequest(_("say for how long: --for 3h."))
+    if seconds is None and args.until is None:
+        raise InvalidRequest(_("say for how long: --for 3h, or --until 12:00."))
     begins = parse_when(args.from_ or "now", now)
-    if seconds < 60 or begins + seconds <= now:
+    ends = parse_when(args.until, begins, "--until") if seconds is None else begins + seconds
+    if ends < begins + 60 or ends <= now:
         raise InvalidRequest(_("that would be over at once: reserve for at least 1m, and not in the past."))
     if args.note and len(args.note) > MOST_NOTE:
         raise InvalidRequest(_("--note has at most {most_note} characters.").format(most_note=MOST_NOTE))
-    return round(begins, 3), round(begins + seconds, 3)
+    return round(begins, 3), round(ends, 3)
 
 
-def parse_when(text: str, now: float) -> float:
-    """Return the unix time that the *text* of --from means, in local time.
+def parse_when(text: str, now: float, option: str = "--from") -> float:
+    """Return the unix time that the *text* of an option means, in local time.
 
     "09:00" means the next one, and so does "Mon 09:00".  A time that the beginning of summer time skips is moved later.
 
@@ -193,10 +196,12 @@ def parse_when(text: str, now: float) -> float:
     if words == "now":
         return now
     if words.startswith("in "):
-        return now + (options.quantity("--from", words[3:], parse_duration) or 0.0)
+        return now + (options.quantity(option, words[3:], parse_duration) or 0.0)
     match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
     if not match:
-        raise InvalidRequest(_("--from: {text!r} is no time: {forms}.").format(text=text[:40], forms=_(_FORMS)))
+        raise InvalidRequest(
+            _("{option}: {text!r} is no time: {forms}.").format(option=option, text=text[:40], forms=_(_FORMS))
+        )
     year, month, day, tomorrow, weekday, hour, minute = match.groups()
     date = datetime.fromtimestamp(now).replace(second=0, microsecond=0) + timedelta(days=bool(tomorrow))
     if weekday:
@@ -206,11 +211,13 @@ def parse_when(text: str, now: float) -> float:
         when = date.replace(hour=int(hour), minute=int(minute))
     except ValueError:  # such as 25:00, or the 30th of February
         raise InvalidRequest(
-            _("--from: there is no {text!r}: {forms}.").format(text=text[:40], forms=_(_FORMS))
+            _("{option}: there is no {text!r}: {forms}.").format(option=option, text=text[:40], forms=_(_FORMS))
         ) from None
     if when.timestamp() < now - 60:
         if year:
-            raise InvalidRequest(_("--from {text} is in the past: {forms}.").format(text=text[:40], forms=_(_FORMS)))
+            raise InvalidRequest(
+                _("{option} {text} is in the past: {forms}.").format(option=option, text=text[:40], forms=_(_FORMS))
+            )
         when += timedelta(days=7 if weekday else 1)
     return when.timestamp()
 

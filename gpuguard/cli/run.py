@@ -31,7 +31,7 @@ from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
 from gpuguard.cli.terminal import print_notice, unread, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
-from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
 from gpuguard.files import exists_in_place
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
@@ -514,6 +514,8 @@ def wait_for_claim(
             backend.close()  # what it waits for may take days
             _wait_until_over(args, directory, requests, job, log)
         return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
+    except WaitTimeout as error:
+        raise progress.without_what_was_told(error) from None
     except KeyboardInterrupt as interrupt:
         progress.done()
         signum = signal.Signals(*interrupt.args or (signal.SIGINT,))

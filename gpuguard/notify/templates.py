@@ -298,6 +298,8 @@ def _stop(verdict: Verdict, language: str, longest_keep: float) -> str:
     words = WORDS[language]
     finding, kind = verdict.finding, verdict.kind
     text = (kind and kind.advice.get(language)) or words.stop
+    if len(pids := {process.pid for process in finding.processes}) == 1:
+        text = text.replace("PID", str(*pids))
     if finding.subject.kind in ("claim", "user") and not finding.processes:
         text = words.stop_claim.format(claim=finding.subject.claim or "ID")
     if longest_keep and verdict.may_be_kept and kind and kind.suggests_keep:

@@ -225,7 +225,7 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
     until = ticket.since + queue.bound
     if until > queue.now:
         time = clock_text(until, queue.now)
-        return sentence("queue.shorter_first", "shorter jobs may start first until {time}", time=time)
+        return sentence("queue.shorter_first", "shorter jobs may start before this one until {time}", time=time)
     return sentence("queue.ending_first", "only jobs that probably end before its GPUs are free start first")
 
 

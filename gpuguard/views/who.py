@@ -20,7 +20,7 @@ from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_count, format_duration, local_time
 from gpuguard.views.columns import NAME, WHO_COLUMNS
-from gpuguard.views.text import Paint, picked, shorten, table
+from gpuguard.views.text import Paint, picked, shorten, table, wrapped
 
 if TYPE_CHECKING:
     from gpuguard.device_state import DeviceState
@@ -72,7 +72,8 @@ def to_text(
         age: seconds since the daemon read the driver, or None if it was read just now.
     """
     title = _title(snapshot, age)
-    lines = [paint(shorten(title, width), "bold"), *_device_lines(snapshot, uses, width, paint)]
+    titles = [shorten(line, width) for line in wrapped(title, width)] if width else [title]
+    lines = [*(paint(line, "bold") for line in titles), *_device_lines(snapshot, uses, width, paint)]
     if totals := device_state.user_totals(tuple(uses)):
         lines += ["", *table(map(total_cells, totals), list(map(_, TOTALS)), align="<>>>>>", width=width)]
     if waiting:
