@@ -503,6 +503,7 @@ EventOutcome = Literal[
     "adopted", "handed over", "job goes on", "owner warned", "hidden", "held by several users",
     "others were there first", "seen to end", "process ended", "left out", "denied", "quarantined", "made",
     "requeued", "not put back", "slurm job", "busy", "request set back", "user set back", "not tended", "lock kept",
+    "withdrawn",
     "no room", "in force", "faults mended", "names unknown", "names known", "devices unknown", "devices known",
     "will fail", "past unknown", "metrics served", "metrics not served", "driver unresponsive", "watching again",
     "writable again", "not set aside",

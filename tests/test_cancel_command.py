@@ -126,6 +126,8 @@ def test_a_request_is_shown_with_its_id_and_ends_as_by_sigterm_with_a_line_befor
         assert (list(Path(place.directory.records).glob("*ticket.*")), place.claims()) == ([], [job])
         [event] = place.gpuguard.events("terminate")
         assert (event["outcome"], event["pid"], event["claim"]) == ("about to", waiting.pid, name)
+        [event] = place.gpuguard.events("queue")
+        assert (event["outcome"], event["pid"], event["message"]) == ("withdrawn", waiting.pid, "SIGTERM: true")
         assert all("SIGTERM came while it waited" in text for text in (log.read_text(), waiting.stderr.read()))
 
 

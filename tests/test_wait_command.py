@@ -302,6 +302,8 @@ def test_the_exit_code_of_run_behind_others_says_why(gpuguard, both_taken, words
 
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
+    withdrawn = [(event["outcome"], event["message"]) for event in gpuguard.events("queue")]
+    assert withdrawn == [("withdrawn", "the time to wait is over: true")] * (code == 124)
 
 
 def test_a_free_device_that_is_kept_for_who_came_before_is_not_taken(gpuguard):

@@ -33,11 +33,13 @@ from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
 from gpuguard.files import exists_in_place
+from gpuguard.history import audit_log
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
 from gpuguard.locale import _, translated
+from gpuguard.locale.messages import sentence
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
-from gpuguard.model import ClaimRecord, EndCause
+from gpuguard.model import ClaimRecord, EndCause, Event
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
 from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, run
@@ -515,10 +517,12 @@ def wait_for_claim(
             _wait_until_over(args, directory, requests, job, log)
         return Allocator(backend, directory, requests, job=job, on_wait=progress.missing).acquire(seconds)
     except WaitTimeout as error:
+        _log_withdrawn(job, sentence("queue.time_is_over", "the time to wait is over"))
         raise progress.without_what_was_told(error) from None
     except KeyboardInterrupt as interrupt:
         progress.done()
         signum = signal.Signals(*interrupt.args or (signal.SIGINT,))
+        _log_withdrawn(job, signum.name)
         if log:  # a user who pressed Ctrl-C knows already
             tell = log.only_in_file if signum == signal.SIGINT else log.warn
             tell(_("not started: {signal} came while it waited.").format(signal=signum.name))
@@ -528,6 +532,24 @@ def wait_for_claim(
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGTSTP, former)
         progress.done()
+
+
+def _log_withdrawn(job: JobDetails, why: str) -> None:
+    """Write into the audit log that a request waits no longer, although it has not started."""
+    command = shlex.join(job.command)[:1000]
+    message = sentence("queue.gave_up", "{why}: {command}", why=why, command=command) if command else why
+    user, facts = os.environ.get("LOGNAME") or os.environ.get("USER"), (("uid", os.getuid()),)
+    audit_log.append(
+        Event(
+            time=time.time(),
+            kind="queue",
+            outcome="withdrawn",
+            user=user,
+            pid=os.getpid(),
+            message=message,
+            facts=facts,
+        )
+    )
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
