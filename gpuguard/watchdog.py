@@ -423,8 +423,9 @@ class Watchdog:
             if named.get(name) != due[0][0] or not self._memory.holds(name, subject)
         )
         for verdict in verdicts:
-            key = verdict.policy, identity_of(verdict.finding.subject)
-            self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
+            waiting = self._pending.setdefault((verdict.policy, identity_of(verdict.finding.subject)), [])
+            if all(other.step != verdict.step for _, other in waiting):  # after a cooldown a step may be due once more
+                waiting.append((named[verdict.policy], verdict))
         snapshot, limits = self._view.snapshot, self._context.limits
         context = replace(
             self._context,

@@ -6,6 +6,7 @@ time, which passes in an instant; a disk that is full after any byte; and a kill
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import signal
@@ -102,7 +103,7 @@ class Reader:
             facts = audit_log.facts_of(self.last)
             what = self.last["kind"], self.last["outcome"], self.last.get("pid") or 0, str(facts.get("policy"))
             self._breach(*what, is_step="step" in facts)
-            self._deed(*what)
+            self._deed(*what, another=self._is_of_another_try())
 
     def _breach(self, kind: str, outcome: str, pid: int, policy: str, *, is_step: bool) -> None:
         if (kind, outcome) == ("daemon", "started") or outcome in ("resampling", "writable again"):
@@ -117,13 +118,18 @@ class Reader:
                 done.add(kind)
                 self.lately.add((policy, pid))
 
-    def _deed(self, kind: str, outcome: str, pid: int, policy: str) -> None:
+    def _is_of_another_try(self) -> bool:
+        """Whether a check failed before anything was announced: the line says why, and not that it came too late."""
+        ids = {each["id"] for each in self.last.get("message_ids", {}).values()}
+        return "because" in ids and "action.written_late" not in json.dumps(self.last)
+
+    def _deed(self, kind: str, outcome: str, pid: int, policy: str, *, another: bool) -> None:
         announced, self.announced = self.announced, None
         if kind in SIGNALS.values() and outcome == "about to":
             self.announced = kind, pid, policy
             self.deeds.setdefault(pid, []).append(kind)
             (self.stopped.add if kind == "pause" else self.stopped.discard)(pid)  # to be able to end it goes on
-        elif outcome in NOT_DONE and announced == (kind, pid, policy):
+        elif outcome in NOT_DONE and announced == (kind, pid, policy) and not another:
             self.take_back(pid)
         elif outcome == "ended" or (kind == "resume" and outcome in ("done", "left", "gone")):
             self.stopped.discard(pid)

@@ -110,6 +110,21 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
     assert tried == ["pause", "pause", "pause", "resume"]
 
 
+def test_a_step_that_is_due_once_more_while_it_waits_is_taken_once(a_watchdog, monkeypatch):
+    """Its limit is longer than the cooldown: a second one at once would find the process gone, or be refused."""
+    tried = []
+
+    def act(verdict, snapshot, context):
+        tried.append(snapshot.clock)
+        return (ActionOutcome("refused", wait=5.0) if len(tried) < 4 else ActionOutcome("sent"),)
+
+    monkeypatch.setattr(actions, "act", act)
+    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=6)), (replace(HOGS, cooldown=1.0),))
+    looks(guard, 5)
+
+    assert tried == [10_001.0, 10_002.0, 10_003.0, 10_004.0]
+
+
 NOT_TAKEN = ["refused", "failed", "not recorded", "not permitted"]
 COOLING = replace(HOGS, cooldown=1000.0)
 
