@@ -6,7 +6,6 @@ time, which passes in an instant; a disk that is full after any byte; and a kill
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import signal
@@ -102,7 +101,7 @@ class Reader:
             self.told[f"{self.last['kind']} {self.last['outcome']}"] += 1
             facts = audit_log.facts_of(self.last)
             what = self.last["kind"], self.last["outcome"], self.last.get("pid") or 0, str(facts.get("policy"))
-            self._breach(*what, is_step="step" in facts)
+            self._breach(*what, is_step="step" in facts and facts.get("rule") != "unkillable")
             self._deed(*what, another=self._is_of_another_try())
 
     def _breach(self, kind: str, outcome: str, pid: int, policy: str, *, is_step: bool) -> None:
@@ -120,8 +119,8 @@ class Reader:
 
     def _is_of_another_try(self) -> bool:
         """Whether a check failed before anything was announced: the line says why, and not that it came too late."""
-        ids = {each["id"] for each in self.last.get("message_ids", {}).values()}
-        return "because" in ids and "action.written_late" not in json.dumps(self.last)
+        why = getattr(self.last.get("message"), "values", {}).get("why")  # see actions._event()
+        return why is not None and getattr(why, "key", "") != "action.written_late"
 
     def _deed(self, kind: str, outcome: str, pid: int, policy: str, *, another: bool) -> None:
         announced, self.announced = self.announced, None

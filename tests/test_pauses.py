@@ -44,10 +44,10 @@ class Site:
             self.events.append(event)
         return not self.disk_full
 
-    def guard(self, policy=HOT, *, enforce=True):
+    def guard(self, *policies, enforce=True):
         """One that has just begun, as after a restart."""
         options = {"enforce": enforce, "append": self.write, "share_host_pids": True}
-        guard = Watchdog(self.machine, (policy,), self.directory, **options)
+        guard = Watchdog(self.machine, policies or (HOT,), self.directory, **options)
         guard._context = replace(guard._context, jobs=frozenset({(self.pid, self.start_time)}), interactive_grace=0.0)
         guard.run(ended())  # no sample: only what begins it
         return guard
@@ -235,6 +235,18 @@ def test_the_pause_lasts_as_long_as_the_condition_also_behind_the_last_step_and_
 
     assert state(site.pid) == "T"
     assert site.told() == [("pause", "about to")]
+
+
+def test_a_step_resumes_what_its_own_policy_has_paused_alone(site):
+    """What another one has paused it for may still be so."""
+    other = replace(HOT, name="other", steps=(Step("log"), Step("resume")), cooldown=1000.0)
+    guard = site.guard(replace(HOT, steps=(Step("pause"),), cooldown=1000.0), other)
+    for _ in range(4):
+        guard.step()
+
+    assert set(site.told()) == {("pause", "about to"), ("resume", "refused")} and site.owed()
+    [why] = {event.message for event in site.events if event.kind == "resume"}
+    assert "this policy has not paused it" in why
 
 
 def test_a_step_that_resumes_needs_no_rate_and_the_condition_may_still_hold(site):

@@ -183,8 +183,8 @@ def _without_preflight(verdict: Verdict, context: ActionContext, process: Proces
     if verdict.action == "pause":
         lasts = ActionOutcome(word, sentence("pause.lasts", "it is paused"), process.pid)
         return lasts if pause and pause.policy == verdict.policy else None
-    if pause is None:
-        return _logged(verdict, context, "refused", sentence("pause.none", "gpuguard has not paused it"))
+    if pause is None or pause.policy != verdict.policy:  # what another policy has paused it for may still be so
+        return _logged(verdict, context, "refused", sentence("pause.none", "this policy has not paused it"))
     context.pauses.end(pause, verdict.finding.why, live=live)
     return ActionOutcome(word, pid=process.pid)
 
