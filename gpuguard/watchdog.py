@@ -43,7 +43,7 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
-from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL, MESSAGES
+from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.jobs import JobMember, alone, member_of
 from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
@@ -454,7 +454,8 @@ class Watchdog:
                 self._awaited += [
                     each.sent for each in outcomes or () if each.sent and verdict.action in ENDING_ACTIONS
                 ]
-                if verdict.action in MESSAGES and any(each.word in actions.TOLD for each in outcomes or ()):
+                to_user = verdict.action == "warn" or dict(verdict.options).get("to") in rules.personal
+                if to_user and any(each.word in actions.TOLD for each in outcomes or ()):
                     self._memory.told(verdict)
                 if outcomes and verdict.action in COUNTED and {each.word for each in outcomes} <= actions.NOT_TAKEN:
                     refused[key] = verdict.step, outcomes[0].why or outcomes[0].word

@@ -194,6 +194,18 @@ def test_a_policy_about_those_who_were_told_takes_nothing_from_others_and_tells_
     )]  # fmt: skip
 
 
+@pytest.mark.parametrize(("target", "acts"), [("owner", True), ("operators", False)])
+def test_a_message_to_another_target_has_not_reached_the_user(a_watchdog, monkeypatch, target, acts):
+    tried = []
+    monkeypatch.setattr(actions, "act", lambda verdict, *_: (tried.append(verdict.action), ActionOutcome("done"))[1:])
+    policy = replace(COOLING, told=True, steps=(Step("notify", options=(("to", target),)), Step("terminate")))
+    guard = a_watchdog(Scripted(*snapshots(A_HOG, number=5)), (policy,))
+    guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner"}))
+    looks(guard, 5)
+
+    assert ("terminate" in tried) == acts
+
+
 @pytest.mark.parametrize(
     ("lives", "used", "seconds", "said"),
     [
