@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ladders import START, Devices, Processes, Watch, a_policy, busy, kinds, pid
 
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.limits import ActionLimits, PastAction
-from gpuguard.model import Device, ProcessStat
+from gpuguard.model import Device, GpuProcess, ProcessStat
 from gpuguard.policies.jobs import JobMember, alone, jobs_of, member_of
 from gpuguard.policies.policy import Exemption, KeptMark, Scope, Step
 from gpuguard.policies.thresholds import ProcessesRule
@@ -329,16 +330,15 @@ def test_on_the_gpus_of_the_rest_others_wait_until_its_effect_is_seen():
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[tuple[Scene, int]]:
-    """One whom a rule has found, and the pid of another of the same job."""
+def two_ranks() -> Iterator[tuple[Scene, GpuProcess, subprocess.Popen[bytes]]]:
+    """One whom a rule has found, and another of the same job: its row, and the process."""
     with a_child() as child, a_scene() as scene:
-        scene.other = child
         rest = replace(scene.process, pid=child.pid, start_time=started(child.pid))
         scene.listed(scene.process, rest)
         scene.snapshot = scene.machine.sample((), None)
         jobs = frozenset({(row.pid, row.start_time) for row in (scene.process, rest)})
         scene.context(member=lambda identity: JobMember(identity, "claim x of 1001"), jobs=jobs)
-        yield scene, rest
+        yield scene, rest, child
 
 
 def act(scene: Scene, rest: Any, action: str = "terminate") -> list[tuple[int | None, str]]:
@@ -347,10 +347,10 @@ def act(scene: Scene, rest: Any, action: str = "terminate") -> list[tuple[int | 
 
 
 def test_each_process_of_the_job_has_its_own_line_and_its_own_signal(two_ranks):
-    scene, rest = two_ranks
+    scene, rest, other = two_ranks
 
     assert act(scene, rest) == [(scene.pid, "sent"), (rest.pid, "sent")]
-    assert scene.dies() and scene.other.wait(60) == -signal.SIGTERM
+    assert scene.dies() and other.wait(60) == -signal.SIGTERM
     assert [(event.pid, event.outcome, event.message) for event in scene.events] == [
         (scene.pid, "about to", "uses 41.0GiB, 40.0GiB are allowed"),
         (rest.pid, "about to", "its job ends whole: uses 41.0GiB, 40.0GiB are allowed"),
@@ -367,27 +367,27 @@ def test_each_process_of_the_job_has_its_own_line_and_its_own_signal(two_ranks):
     ids=["the condition is over", "another job", "a full disk"],
 )
 def test_no_other_process_of_the_job_ends_for_one_that_goes_on(two_ranks, context):
-    scene, rest = two_ranks
+    scene, rest, other = two_ranks
     scene.context(**context)
 
     assert rest.pid not in dict(act(scene, rest))
-    assert scene.other.poll() is None
+    assert other.poll() is None
 
 
 def test_each_process_of_the_job_has_its_own_preflight(two_ranks):
-    scene, rest = two_ranks
+    scene, rest, other = two_ranks
     scene.context(still_true=lambda verdict, snapshot: not verdict.rest)
 
     assert act(scene, rest) == [(scene.pid, "sent"), (rest.pid, "refused")]
-    assert scene.other.poll() is None
+    assert other.poll() is None
 
 
 def test_a_rehearsal_means_the_same_processes(two_ranks):
-    scene, rest = two_ranks
+    scene, rest, other = two_ranks
     scene.context(enforce=False)
 
     assert act(scene, rest) == [(scene.pid, "dry run"), (rest.pid, "dry run")]
-    assert scene.lives() and scene.other.poll() is None
+    assert scene.lives() and other.poll() is None
 
 
 # What the limits make of it.
