@@ -39,7 +39,6 @@ from gpuguard.procfs import own_children, read_link, read_memory
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
-from gpuguard.select import not_enough
 from gpuguard.source import desktop_memory, joined
 from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
 from gpuguard.vendors import NVIDIA, VENDORS, vendor_of
@@ -233,7 +232,7 @@ def select_devices(
         if not choice.devices:
             machine, choice = allocator.preview(with_reasons=True)  # the reasons need more driver calls
             if not choice.devices:
-                raise not_enough(machine, request, choice)
+                raise allocator.refusal(request, machine, choice)
     return list(choice.devices)
 
 

@@ -255,11 +255,15 @@ class Allocator:
 
     def why_not(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> NotEnoughGpus:
         """Return the error with all reasons why *request* cannot be met, or with the denial of this user alone."""
-        snapshot, choice = self._explained(request, snapshot, taken)
+        return self.refusal(request, *self._explained(request, snapshot, taken))
+
+    def refusal(self, request: Request, snapshot: Snapshot, choice: Choice) -> NotEnoughGpus:
+        """Return the error of a request that *choice*, made from *snapshot* with all reasons, does not meet."""
         error = not_enough(snapshot, request, choice)
         denied = None if self.outer else denial_of(read_restrictions(self.directory, DENIED, time.time()), os.geteuid())
         if denied and not isinstance(error, ImpossibleRequest):
-            return waiting_error(request.num_gpus, denial_text(denied))
+            refused, error = error.refused, waiting_error(request.num_gpus, denial_text(denied))
+            error.refused = refused
         return error
 
     def _explained(self, request: Request, snapshot: Snapshot, taken: Mapping[str, str]) -> tuple[Snapshot, Choice]:

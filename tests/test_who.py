@@ -62,7 +62,8 @@ STATES = [
     ("unhealthy", a_device(problems=("lost",), processes=(ALICE,), **BUSY), (a_claim_record(),)),
     ("unhealthy", a_device(compute_mode="prohibited"), ()),
     ("unhealthy", a_device(mig_mode=True), ()),  # divided, and no instance
-    ("claimed", a_device(asleep=True, processes=None, memory_used=None), (a_claim_record(),)),
+    ("claimed", a_device(asleep=True, processes=None, memory_used=0), (a_claim_record(),)),
+    ("unknown", a_device(asleep=True, processes=None, memory_used=None), ()),
     ("unclaimed_use", a_device(asleep=True, processes=None, **BUSY), ()),
     ("unclaimed_use", a_device(asleep=True, processes=(BOB,)), ()),
     ("free", a_device(processes=None), ()),  # judged by its memory, as a start judges it
@@ -92,7 +93,7 @@ EXACT = [
     ("unhealthy", "unhealthy", a_device(problems=("lost",)), {"quarantined": ((a_uuid(0), "quarantined"),)}),
     ("reserved", "free", a_device(), {"reserved": ((a_uuid(0), "kept for alice's reservation until 12:00"),)}),
     ("asleep", "free", a_device(asleep=True), {}),
-    ("asleep", "free", a_device(asleep=True, processes=None, memory_used=None), {}),
+    ("asleep", "free", a_device(asleep=True, processes=None, memory_used=0), {}),
     ("reserved", "free", a_device(asleep=True), {"reserved": ((a_uuid(0), "kept for alice"),)}),
     ("quarantined", "unhealthy", a_device(asleep=True), {"quarantined": ((a_uuid(0), "quarantined"),)}),
     ("in_use", "in_use", a_device(processes=(ALICE,), **BUSY), {"reserved": ((a_uuid(0), "kept for alice"),),

@@ -25,7 +25,6 @@ from gpuguard.locale import _
 from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
-from gpuguard.select import not_enough
 from gpuguard.views.text import picked, put_json
 
 _NVISEL = {
@@ -91,7 +90,7 @@ def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tup
     if not choice.devices:
         snapshot, choice = allocator.preview(with_reasons=True)
         if not choice.devices:  # otherwise one has just been released
-            raise not_enough(snapshot, request, choice)
+            raise allocator.refusal(request, snapshot, choice)
     return choice.devices
 
 
