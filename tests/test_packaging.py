@@ -174,20 +174,6 @@ def test_pip_makes_a_wheel_of_the_archive_of_the_sources_as_pipx_and_uv_do(stran
     assert stranger.installed() == ALL_OF_IT
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="what pip installs from git (no git: apt-get install git)")
-def test_pip_installs_what_git_has(stranger):
-    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-C", str(stranger.sources)]
-    for words in (
-        ["init", "--quiet"],
-        ["add", "--all"],
-        ["commit", "--quiet", "--allow-empty", "--message", "All of it"],
-    ):
-        assert stranger.run(*git, *words).returncode == 0
-    stranger.install("--no-deps", f"git+file://{stranger.sources}")
-
-    assert stranger.installed() == ALL_OF_IT
-
-
 def test_the_demo_of_the_readme_runs_in_a_fresh_checkout_and_leaves_nothing_but_its_venv(stranger):
     before, own = {*stranger.sources.iterdir()}, stranger.place / "tmp"
     own.mkdir(exist_ok=True)
