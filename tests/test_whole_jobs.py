@@ -17,6 +17,7 @@ from ladders import START, Devices, Processes, Watch, a_policy, busy, kinds, pid
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.model import Device, GpuProcess, ProcessStat
+from gpuguard.policies.engine import may_end_with_job
 from gpuguard.policies.jobs import JobMember, alone, jobs_of, member_of
 from gpuguard.policies.policy import Exemption, KeptMark, Scope, Step
 from gpuguard.policies.thresholds import ProcessesRule
@@ -327,6 +328,21 @@ def test_on_the_gpus_of_the_rest_others_wait_until_its_effect_is_seen():
         judgement = watch.sees(view)
 
     assert [note.kind for note in judgement.notes if note.policy == "later"] == ["waiting"]
+
+
+def test_until_the_signal_it_is_asked_whether_anything_spares_a_rank():
+    """What preflight asks just before: on what the driver has read again."""
+    ranks, watch = (rank(101, gib=60), rank(102)), Watch(HOGS)
+    view = view_of(0, [a_device(processes=ranks)], {101: (LAUNCHER, None), 102: (LAUNCHER, None)}, claims=(CLAIM,))
+
+    def may_end(process: Any, policy: Any = HOGS) -> bool:
+        return may_end_with_job(policy, process, view, watch.memory)
+
+    assert may_end(ranks[1])
+    assert not may_end(rank(103)), "it is not listed any more"
+    assert not may_end(ranks[1], replace(HOGS, exempt=(Exemption(users=frozenset({1001})),)))
+    watch.memory.kept = {("uid", 1001): KeptMark(START + 9999)}
+    assert not may_end(ranks[1])
 
 
 @pytest.fixture
