@@ -66,12 +66,17 @@ def test_the_checker_sees_what_is_wrong(statuses, ids, witness):
 
 
 def test_every_task_ends_once_in_a_true_state_whatever_is_killed(tmp_path: Path):
-    words = ["--seconds", "3", "--jobs", "8", "--longest", "0.4", "--one-user"]
-    program = [sys.executable, str(ROOT / "benchmarks" / "jobs_campaign.py"), *words]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    for seconds in (3, 20, 100):  # on a busy machine nothing may have begun yet that could be killed
+        words = ["--seconds", str(seconds), "--jobs", "8", "--longest", "0.4", "--one-user"]
+        program = [sys.executable, str(ROOT / "benchmarks" / "jobs_campaign.py"), *words]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["faults"] == 0 and json.loads(done.stdout)["killed"]
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = json.loads(done.stdout)
+        assert told["faults"] == 0
+        if told["killed"]:
+            break
+    assert told["killed"]
 
 
 def test_a_job_that_lives_on_a_gpu_that_is_free_is_found(tmp_path: Path):
