@@ -23,11 +23,11 @@ from gpuguard.device_state import idle_limit
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.idle import AgeRule
+from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import device_subject, key_of
+from gpuguard.policies.view import HostUse, device_subject, key_of
 from gpuguard.units import parse_device_amount
 
 HOUR = 3600.0
@@ -166,6 +166,78 @@ def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
 
     assert found_later(TrespassRule(), device, claims=[a_claim_record()]) == []
     assert pids(found_later(TrespassRule(containers=True), device, claims=[a_claim_record()])) == [3]
+
+
+CAROL = {"uid": 1003, "user": "carol"}
+CLAIM, CAROLS = a_claim_record(id="a", **ALICE), a_claim_record(id="c", **CAROL)
+AT_WORK = a_process(3, utilization=90.0, **BOB)
+
+
+def idle_beside(*processes, claims=(CLAIM,), rule=None, **view):
+    """What is idle, as pids and ids of claims, on a busy GPU with these *processes* and one of bob that works."""
+    device = used_by(*processes, AT_WORK, utilization=view.pop("utilization", 90.0))
+    findings = found(rule or IdleRule(below=5.0), device, claims=claims, **view)
+    return [finding.subject.pid or finding.subject.claim for finding in findings]
+
+
+def test_a_claim_is_as_idle_as_its_own_processes_whatever_others_do_there():
+    device = used_by(a_process(2, utilization=4.0, **ALICE), AT_WORK, utilization=90.0)
+
+    [finding] = found(IdleRule(below=5.0), device, claims=[CLAIM])
+    assert (finding.subject.pid, pids([finding])) == (2, [2])
+    assert finding.why == (
+        "GPU 0 is idle for its claim: own processes use 4%, at most 5% is idle; only others work there"
+    )
+    assert idle_beside() == ["a"]  # no process is its own
+    assert idle_beside(a_process(2, utilization=5.1, **ALICE)) == []
+    assert idle_beside(a_process(2, utilization=0.0, **ALICE), a_process(4, utilization=9.0, **ALICE)) == []
+    assert idle_beside(a_process(2, utilization=0.0, **ALICE), a_process(4, utilization=1.0, **ALICE)) == [2, 4]
+    assert idle_beside(a_process(2, utilization=9.0, **CAROL), claims=(CLAIM, CAROLS)) == ["a"]  # they share it
+    assert idle_beside(a_process(2, utilization=0.0, **CAROL), claims=(CLAIM, CAROLS)) == ["a", 2]
+
+
+@pytest.mark.parametrize(
+    ("processes", "claims"),
+    [
+        ([a_process(2, **ALICE)], [CLAIM]),  # the driver says nothing of its work
+        ([a_process(2, utilization=0.0, **ALICE), a_process(4, **ALICE)], [CLAIM]),
+        ([a_process(2, utilization=9.0, container="c0ffee", **CAROL)], [CLAIM]),  # it may be of the claim
+        ([a_process(2, utilization=9.0, uid=0, user="root")], [CLAIM]),
+        ([a_process(2, utilization=9.0, uid=0, user="root")], [CLAIM, CAROLS]),
+        ([a_process(2, utilization=9.0, uid=None)], [CLAIM]),
+        ([a_process(2, utilization=0.0, **ALICE)], [CLAIM, a_claim_record(id="b", **ALICE)]),  # of which of the two?
+        ([], [CLAIM, a_claim_record(id="?", uid=-1, user="?")]),  # a lock of an unknown owner
+        ([], [a_claim_record(id="b", **BOB)]),  # that user works on their own claim
+    ],
+)
+def test_who_may_be_at_work_there_is_innocent(processes, claims):
+    assert idle_beside(*processes, claims=claims) == []
+
+
+def test_a_copy_of_a_lock_makes_a_process_neither_the_claims_own_nor_a_stranger():
+    lent = a_claim_record(id="a", holders=(2, 3), **ALICE)
+
+    assert idle_beside(a_process(2, utilization=0.0, **ALICE), claims=[lent]) == []
+    parents = {2: ProcessStat(4700, "S"), 3: ProcessStat(4700, "S")}
+    started = a_claim_record(id="a", pid=4700, **ALICE)
+    assert idle_beside(a_process(2, utilization=0.0, **ALICE), claims=[started], seen=parents) == []  # bob's is its own
+
+
+def test_beside_others_a_claim_that_must_rest_on_the_cpu_too_rests_there_by_its_own_processes():
+    rule, own = IdleRule(below=5.0, cpu_below=2.0), a_process(2, utilization=0.0, **ALICE)
+    both = {(2, 1000.0): HostUse(cpu=1.0), (3, 1000.0): HostUse(cpu=99.0)}
+
+    assert idle_beside(own, rule=rule, host=both) == [2]
+    assert idle_beside(own, rule=rule, host={(2, 1000.0): HostUse(cpu=50.0)}) == []
+    assert idle_beside(own, rule=rule) == []
+    assert idle_beside(rule=rule) == ["a"]
+
+
+def test_beside_others_nothing_is_idle_by_a_sliding_window_or_without_the_load_of_the_gpu():
+    window = IdleRule(below=5.0, window="sliding", over=600.0)
+
+    assert idle_beside(rule=window) == []
+    assert idle_beside(utilization=None) == []
 
 
 UUID = a_uuid(0)
