@@ -309,6 +309,26 @@ def test_what_a_user_reserves_for_a_group_counts_in_their_own_quota(directory):
     assert reasons(own, replace(of_group, maker=0)) == ["", ""]
 
 
+def test_a_second_name_for_a_file_of_its_user_ends_no_reservation(directory):
+    made = made_in(directory, uid=os.geteuid())
+    mark = Path(f"{directory.records}/{directory.prefix}waived.{made.uid}.{made.key}")
+    own = mark.with_name("own")
+    own.touch()
+    os.link(own, mark)
+
+    assert [one.key for one in read_reservations(directory, time.time())[0]] == [made.key]
+    own.unlink()
+    assert read_reservations(directory, time.time())[0] == []  # now it is the file of its user
+
+
+def test_no_member_waives_what_is_for_a_group(directory, group):
+    group[os.geteuid()] = True
+    made = made_in(directory, **OF_GROUP)
+    Path(f"{directory.records}/{directory.prefix}waived.{os.geteuid()}.{made.key}").touch()
+
+    assert [one.key for one in read_reservations(directory, time.time())[0]] == [made.key]
+
+
 def running(directory: LockDirectory) -> Reservation:
     """A reservation that has begun."""
     return made_in(directory, uid=os.geteuid() or 7, begins=-60.0, gpus=2)

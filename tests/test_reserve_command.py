@@ -142,7 +142,7 @@ def test_a_user_reserves_for_a_group_that_they_are_in_and_ends_that_and_no_membe
     assert (unknown.returncode, "there is no group 'no-such-group'" in unknown.stderr) == (2, True)
     assert (both.returncode, "not allowed with" in both.stderr) == (2, True)
     assert (too_much.returncode, "(2 of them in earlier ones)" in too_much.stderr) == (1, True)
-    assert admin(ALICE, "reserve", "--cancel", roots["id"]).returncode == 1
+    assert "only root can cancel it" in admin(ALICE, "reserve", "--cancel", roots["id"]).stderr
     assert (
         admin(ALICE, "reserve", "--cancel", made["id"]).stdout
         == f"cancelled: reservation {made['id']} of group {own}.\n"
@@ -172,17 +172,22 @@ def test_a_forged_reservation_keeps_nothing_from_anybody(admin):
     assert admin(None, "run", "--no-wait", "-n", "6", "--", "true").returncode == 0
 
 
-def test_its_maker_or_root_cancels_it_and_nobody_else(admin):
+def test_its_maker_its_user_or_root_cancels_it_and_nobody_else(admin):
     own = reserve(admin, ALICE, "--for", "1h")["id"]
-    roots = reserve(admin, None, "--for", "1h", "--user", ALICE.pw_name)["id"]
+    roots, bobs = (reserve(admin, None, "--for", "1h", "--user", user.pw_name)["id"] for user in (ALICE, BOB))
+    squatted = f"{admin.directory.records}/waived.{ALICE.pw_uid}.0.{roots}"
+    admin.python(BOB, "import sys\nopen(sys.argv[1], 'w').close()", squatted)
 
-    assert admin(BOB, "reserve", "--cancel", own).returncode == 1
-    refused = admin(ALICE, "reserve", "--cancel", roots)
-    assert (refused.returncode, "only root can cancel it" in refused.stderr) == (1, True)
+    for id in (own, roots):
+        refused = admin(BOB, "reserve", "--cancel", id)
+        assert (refused.returncode, f"only {ALICE.pw_name} or root can cancel it" in refused.stderr) == (1, True)
     assert admin(ALICE, "reserve", "--cancel", own).returncode == 0
-    assert admin(None, "reserve", "--cancel", roots).returncode == 0
-    assert "there is no reservation" in admin(ALICE, "reserve", "--cancel", own).stderr
+    assert admin(ALICE, "reserve", "--cancel", roots).returncode == 0
+    assert "there is no reservation" in admin(ALICE, "reserve", "--cancel", roots).stderr
+    assert [one["id"] for one in listed(admin)] == [bobs]
+    assert admin(None, "reserve", "--cancel", bobs).returncode == 0
     assert listed(admin) == []
+    assert not list(Path(admin.directory.records).glob("reserve.*"))  # the daemon and root remove what its user waived
 
 
 def test_its_user_goes_before_who_waits_longer_and_the_end_wakes_them(admin):

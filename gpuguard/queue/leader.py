@@ -182,7 +182,7 @@ class Leader:
             kinds = {name.removeprefix(self._directory.prefix).partition(".")[0] for name in names}
             if kinds & {"claim", ""}:  # its lock may be free in a moment
                 self._checks = [now, *(now + after for after in CHECK_SECONDS)]
-            if kinds & {"ticket", "reserve", REPLACED, ""}:
+            if kinds & {"ticket", "reserve", "waived", REPLACED, ""}:
                 self._sample_soon(now)
         if not set(self._processes.descriptors).isdisjoint(ready) or self._was_lock_released():
             self._settle_pause = SETTLE_SECONDS

@@ -3,14 +3,16 @@
     reserve.UID.ID.json        a reservation; users make them for themselves and for their groups, root for anybody
     arrived.UID.MAKER.ID       made by a user it is for: its time says when a claim of theirs last began or ended; it
                                has .RANDOM behind it if another user has made a file of that name
+    waived.UID.MAKER.ID        made by the user it is for, who does not want it; likewise
     daemon/arrived.UID.MAKER.ID  the time when the daemon last saw such a claim (gGID instead of UID: of a group), ...
     daemon/arrivals            ... and the time when it last looked: while there is a daemon, these alone count
 
 The files outlive the command that made them, and are removed by their maker or by root when they have ended.  The file
 system says whose a file is and when it was made, and the system's user database says which users are in a group.  A
-file that cannot be understood is reported.  Each reader checks that users reserve no more than they may: what is too
-much does not count, beginning with the reservation that was made last.  A reservation is over at its end, or when its
-users have had no claim for as long as the site permits.
+reservation that its only user has waived is as good as removed.  A file that cannot be understood is reported.  Each
+reader checks that users reserve no more than they may: what is too much does not count, beginning with the reservation
+that was made last.  A reservation is over at its end, or when its users have had no claim for as long as the site
+permits.
 
 This module does not decide which devices are kept from which users: see calendar.
 """
@@ -22,7 +24,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -290,7 +292,12 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
         is_unfinished = name.startswith(f"{directory.prefix}reserve.") and not name.endswith(".json")
         if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
             remove_leftover(f"{directory.records}/{name}")
-    arrivals = _arrivals(directory, names, {reservation.key: reservation for reservation in reservations}, now)
+    known = {reservation.key: reservation for reservation in reservations}
+    arrivals = _arrivals(directory, names, known, now)
+    for key in {key for key, _status in _files_of_users(directory, "waived", names, known)}:
+        reservations.remove(known[key])
+        if os.geteuid() in (known[key].maker, 0):
+            remove_reservation(directory, known[key])
     seen = _arrivals_seen(directory, reservations, now)
     return reservations, ignored, arrivals if seen is None else seen
 
@@ -316,16 +323,27 @@ def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservat
 
 
 def remove_reservation(directory: LockDirectory, reservation: Reservation) -> None:
-    """Remove the file of a reservation.  Raises LockDirectoryError if it belongs to another user."""
+    """Remove the file of a reservation; the user it is for waives it.  Raises LockDirectoryError for other users."""
     try:
         os.unlink(_path(directory, reservation.maker, reservation.id))
     except FileNotFoundError:
         return
     except OSError as error:
-        who = _("{maker} or root").format(maker=user_name(reservation.maker)) if reservation.maker else "root"
+        if reservation.uid == os.geteuid() and _make_file(directory, "waived", reservation):
+            return
+        user = reservation.maker or reservation.uid
+        who = _("{maker} or root").format(maker=user_name(user)) if user else "root"
         raise LockDirectoryError(
             _("reservation {id}: only {who} can cancel it.").format(id=reservation.id, who=who)
         ) from error
+
+
+def _make_file(directory: LockDirectory, kind: str, reservation: Reservation) -> str | None:
+    """Make this user's file about *reservation*, or set its time to now; return its path, or None if that failed."""
+    uid = os.geteuid()
+    path = f"{directory.records}/{directory.prefix}{kind}.{uid}.{reservation.key}"
+    # The second if another user has made the first.
+    return next((own for own in (path, f"{path}.{os.urandom(4).hex()}") if touch(own, uid)), None)
 
 
 def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]) -> tuple[str, ...]:
@@ -333,16 +351,9 @@ def record_arrival(directory: LockDirectory, reservations: Iterable[Reservation]
 
     Returns the files to touch when the claim ends.
     """
-    uid, paths = os.geteuid(), []
-    for reservation in reservations:
-        if not reservation.admits(uid):
-            continue
-        path = f"{directory.records}/{directory.prefix}{_arrival_name(reservation, uid)}"
-        for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second if another user has made the first
-            if touch(own, uid):
-                paths.append(own)
-                break  # without either file, only a living claim shows that the user came
-    return tuple(paths)
+    own = [reservation for reservation in reservations if reservation.admits(os.geteuid())]
+    # Without a file, only a living claim shows that the user came.
+    return tuple(filter(None, [_make_file(directory, "arrived", reservation) for reservation in own]))
 
 
 def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: Iterable[Ticket], now: float) -> None:
@@ -382,10 +393,9 @@ def _arrivals_seen(directory: LockDirectory, reservations: Iterable[Reservation]
     return {made.key: min(now, when or 0.0) for made, when in seen.items()}
 
 
-def _arrival_name(reservation: Reservation, uid: int | None = None) -> str:
-    """Return the name of the file of one of the users, or without *uid* that of the daemon's file for all of them."""
-    whose = f"g{reservation.gid}" if reservation.uid is None else reservation.uid
-    return f"arrived.{whose if uid is None else uid}.{reservation.key}"
+def _arrival_name(reservation: Reservation) -> str:
+    """Return the name of the daemon's file for all users of a reservation."""
+    return f"arrived.{f'g{reservation.gid}' if reservation.uid is None else reservation.uid}.{reservation.key}"
 
 
 def _path(directory: LockDirectory, maker: int, number: str) -> str:
@@ -437,8 +447,17 @@ def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str
 
 
 def _arrivals(directory: LockDirectory, names: Sequence[str], known: Mapping[str, Reservation], now: float) -> Arrivals:
-    start = f"{directory.prefix}arrived."
     arrivals: dict[str, float] = {}
+    for key, status in _files_of_users(directory, "arrived", names, known):
+        arrivals[key] = max(arrivals.get(key, 0.0), min(now, status.st_ctime))
+    return arrivals
+
+
+def _files_of_users(
+    directory: LockDirectory, kind: str, names: Sequence[str], known: Mapping[str, Reservation]
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the key of a reservation with the status of a file about it, for each file that a user of it has made."""
+    start = f"{directory.prefix}{kind}."
     for name in names:
         if not name.startswith(start):
             continue
@@ -453,6 +472,7 @@ def _arrivals(directory: LockDirectory, names: Sequence[str], known: Mapping[str
             if shortage(error):
                 raise
             continue
-        if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid) and known[key].admits(status.st_uid):
-            arrivals[key] = max(arrivals.get(key, 0.0), min(now, status.st_ctime))
-    return arrivals
+        # Others may be able to make a second name for a file of this user.
+        is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and uid == str(status.st_uid)
+        if is_own and (known[key].uid == status.st_uid or (kind == "arrived" and known[key].admits(status.st_uid))):
+            yield key, status
