@@ -147,7 +147,7 @@ def test_the_log_of_run_says_who_warned_slowed_down_and_ended_the_job_and_why(ma
 
     assert status == 128 + signal.SIGTERM, text + machine.said()
     assert " warning of policy hogs: uses 40.0GiB" in text
-    assert "if nothing changes: the process is asked to end (SIGTERM)." in text
+    assert "if nothing changes: the process, or its whole claimed job, is asked to end (SIGTERM)." in text
     assert " policy hogs gave pid" in text
     assert " ended by policy hogs (uses 40.0GiB" in text
     assert eventually(lambda: '"outcome": "ended"' in (machine.place / "events.jsonl").read_text())

@@ -62,7 +62,7 @@ def test_the_worst_step_is_named_with_its_time_and_comes_then(rule, where, ladde
                 promised.append((verdict.harm_action, view.clock + verdict.harm_after))
                 at = local_time(view.snapshot.taken_at + verdict.harm_after, "%Y-%m-%d %H:%M:%S")
                 assert (
-                    f"At {at} or later, if nothing changes: the process is asked to end"
+                    f"At {at} or later, if nothing changes: the process, or its whole claimed job, is asked to end"
                     in message_for(verdict, view.snapshot).body
                 )
         [row] = policy_status(watch.policies, watch.memory, {}) or [None]

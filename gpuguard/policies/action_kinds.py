@@ -47,13 +47,19 @@ ACTION_KINDS: Mapping[ActionName, ActionKind] = {
         on_processes=True,
     ),
     "terminate": ActionKind(
-        {"en": "the process is asked to end (SIGTERM)", "zh": "请求进程退出（SIGTERM）"},
+        {
+            "en": "the process, or its whole claimed job, is asked to end (SIGTERM)",
+            "zh": "请求进程（或其占用下的整个任务）退出（SIGTERM）",
+        },
         Takes.PROCESS,
         N_("policy {policy} asked pid {pid} to end (SIGTERM): {why}"),
         on_processes=True,
     ),
     "kill": ActionKind(
-        {"en": "the process is killed (SIGKILL)", "zh": "强制结束进程（SIGKILL）"},
+        {
+            "en": "the process, or its whole claimed job, is killed (SIGKILL)",
+            "zh": "强制结束进程（或其占用下的整个任务）（SIGKILL）",
+        },
         Takes.PROCESS,
         N_("policy {policy} killed pid {pid} (SIGKILL): {why}"),
         on_processes=True,
