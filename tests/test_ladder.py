@@ -396,9 +396,8 @@ class Weeks(RuleBasedStateMachine):
         self.reader.read()
         assert (self.reader.told.total(), self.reader.torn) == (self.site.lines, 0), "a line is lost"
         stands = self.site.stopped()
-        assert stands <= {pause.process[0] for pause in Pauses(self.site.directory, self.site.append).read()}, (
-            "nobody knows"
-        )
+        paused = {(pause.policy, pause.process[0]) for pause in Pauses(self.site.directory, self.site.append).read()}
+        assert stands <= {pid for _, pid in paused}, "nobody knows"
         assert self.reader.deeds == self.site.deeds, "the log tells other deeds"
         memory, pending = self.site.guard._memory, self.site.guard._pending
         under = {(policy, at[2]) for policy, states in memory.states.items() for at in states}
@@ -407,7 +406,8 @@ class Weeks(RuleBasedStateMachine):
             late = {pid for pid, _ in self.site.guard._pauses._unwritten}  # whose end is written within a minute
             assert self.reader.stopped - late == stands, "the log tells of others who stand"
             assert self.reader.breaches.keys() <= under, "a breach without an end"
-            assert cooling <= self.reader.lately | self.cooling, "a cooldown without a deed"
+            # A pause that stands is not announced again after a cooldown.
+            assert cooling <= self.reader.lately | self.cooling | paused, "a cooldown without a deed"
         self.cooling = cooling
 
 
