@@ -37,8 +37,7 @@ from gpuguard.policies.policy import (
     Step,
     drop_protected,
     is_interactive,
-    on_enough_devices,
-    outside_schedule,
+    narrowed,
     why_inapplicable,
     worst_step,
 )
@@ -164,7 +163,7 @@ class EngineMemory:
             state.told = True
 
     def _meant(self, verdict: Verdict) -> Iterator[tuple[SubjectIdentity, EscalationState]]:
-        victims = victims_of(verdict.finding)
+        victims = identities(verdict.finding.processes)
         for identity, state in self.states.get(verdict.policy, {}).items():
             # The same processes may have been found on several GPUs: one step was taken for all of these findings.
             own = {(process.pid, process.start_time) for process in state.processes}
@@ -295,10 +294,10 @@ def _taken(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> 
     Steps with the same target are bundled, so that a process on eight devices is warned once.  The oldest step stands
     for the others.
     """
-    clock = index.view.clock
+    clock = index.clock
     bundles = grouped((_victim(step), step) for step in sorted(due, key=lambda step: step.order))
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
-    verdicts, ends = [], frozenset[ProcessIdentity]().union(*(victims_of(step.finding) for step in taken))
+    verdicts, ends = [], identities([row for step in taken for row in step.finding.processes])
     for step in taken:
         bundle = bundles[_victim(step)]
         rest = tuple(row for row in step.rest if (row.pid, row.start_time) not in ends)
@@ -324,7 +323,8 @@ def still_holds(
     The view need not be a new sample.
     """
     view = replace(without_pauses(view), past=memory.past, arrivals=memory.arrivals)
-    found, _ = _condition(policy, index_sample(view, zone), memory)
+    index = index_sample(view, zone)
+    found, _ = narrowed(findings_of(policy, index), policy, index, memory.kept)
     about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
     return bool(about) and all((process.pid, process.start_time) in meant for process in processes)
@@ -384,17 +384,6 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
     return notes
 
 
-def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tuple[Sequence[Finding], list[Note]]:
-    """Return the findings for which the whole condition holds in this sample, and notes on those that are left out."""
-    findings = findings_of(policy, index)
-    against = outside_schedule(policy, index) if findings else None
-    if against is not None:
-        return (), [against]
-    left, notes = drop_protected(findings, policy, index, memory.kept)
-    enough, more = on_enough_devices(left, policy, index)
-    return enough, [*notes, *more]
-
-
 def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[SubjectIdentity, Finding]:
     """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
     together: dict[SubjectIdentity, Finding] = {}
@@ -434,12 +423,12 @@ def _end_others(
 
 def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
     """Count this sample for the subjects that the policy finds, cancel escalations that ended, and return due steps."""
-    findings, notes = _condition(policy, index, memory)
+    findings, notes = narrowed(findings_of(policy, index), policy, index, memory.kept)
     current = _by_subject(findings, policy)
     notes += _end_others(policy, current, {note.subject for note in notes if note.kind in SAID}, index, memory)
 
     states = memory.states[policy.name]
-    clock, due, begun = index.view.clock, list[DueStep](), set[tuple[int, str]]()
+    clock, due, begun = index.clock, list[DueStep](), set[tuple[int, str]]()
     for identity, finding in current.items():
         state, cools = states.get(identity), (policy.name, identity) in memory.cooling
         if not cools and (state is None or _is_over(state, policy)):
@@ -689,7 +678,7 @@ def _both(left: Subject, right: Subject) -> Subject | None:
 
 def _is_so(subject: Subject, index: SampleIndex) -> bool:
     """Return whether the facts of a subject, which come from two findings, are true together."""
-    claim = index.claim_of(subject)
+    claim = index.claims.get((subject.uid, subject.claim))
     if subject.claim is not None and claim is None:
         return False
     if claim is not None and subject.device is not None and subject.device not in claim.devices:
@@ -748,7 +737,7 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
 
 def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
     """Return the steps of *due* that may be taken now, in the order of their turns, and notes why the others wait."""
-    clock, hits = index.view.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
+    clock, hits = index.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
     awaited = [effect.hit for effect in memory.effects.values()]
     jobs = jobs_of(member for hit in (*hits.values(), *awaited) for member in hit.victims)
     for key, effect in list(memory.effects.items()):
@@ -763,7 +752,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
         if action in COUNTED:
             if name in held:
                 continue
-            victims, claim = victims_of(step.finding) | identities(step.rest), step.finding.subject.claim
+            victims, claim = identities((*step.finding.processes, *step.rest)), step.finding.subject.claim
             if victims and victims <= memory.unkillable:
                 allowed.append(step)  # no effect is awaited, because it will have none
                 continue
@@ -952,11 +941,6 @@ def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> floa
                 return None
             left -= process.memory_used
     return left
-
-
-def victims_of(finding: Finding) -> frozenset[ProcessIdentity]:
-    """Return the processes that *finding* means."""
-    return identities(finding.processes)
 
 
 @dataclass(frozen=True)

@@ -411,7 +411,7 @@ def _unseen(subject: Subject, index: SampleIndex) -> Protection | None:
     """Return why it is not known whether a subject is there at all, or None if it is known."""
     if subject.device is not None and subject.device not in index.devices:
         return "gap", _GPU_MISSING
-    claim = index.claim_of(subject)
+    claim = index.claims.get((subject.uid, subject.claim))
     if subject.claim is not None and claim is None:
         return "gap", _CLAIM_MISSING
     blind = [why for uuid in claim.devices if (why := index.blindness(uuid))] if claim else ()
@@ -447,7 +447,7 @@ def _protection(
         if holds and _is_in(scope, target, index, unknown=True):
             return "exempt", _INSIDE_EXCEPT
     marks = [kept[name] for name in _marks(target, index) if name in kept] if kept else []
-    clock = index.view.clock
+    clock = index.clock
     left = max((mark.until - clock for mark in marks if mark.holds(policy, target.began, clock)), default=0.0)
     if left > 0:
         return "kept", sentence("note.kept", "kept for another {time}", time=format_duration(left))
@@ -644,6 +644,18 @@ def on_enough_devices(
     return kept, notes
 
 
+def narrowed(
+    findings: Sequence[Finding], policy: Policy, index: SampleIndex, kept: Kept
+) -> tuple[Sequence[Finding], list[Note]]:
+    """Return those of *findings* for which the whole condition of *policy* holds now, and notes on the others."""
+    against = outside_schedule(policy, index) if findings else None
+    if against is not None:
+        return (), [against]
+    left, notes = drop_protected(findings, policy, index, kept)
+    enough, more = on_enough_devices(left, policy, index)
+    return enough, [*notes, *more]
+
+
 def _places(finding: Finding, index: SampleIndex) -> dict[int, set[str]]:
     """Return the devices on which a finding means each user."""
     subject, places = finding.subject, dict[int, set[str]]()
@@ -680,13 +692,13 @@ def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex)
     """Return the target for a process that a finding about *subject* means; the process must be in *index*."""
     assert process.start_time is not None and process.uid is not None
     reach = tuple(index.processes[process.pid, process.start_time])
-    claim = index.claim_of(subject)
+    claim = index.claims.get((subject.uid, subject.claim))
     return PolicyTarget(
         frozenset((process.uid, subject.uid) if subject.uid is not None else (process.uid,)),
         (subject.device,) if subject.device in reach else reach,
         reach,
         process.start_time,
-        _least_age([claim] if claim else [], index, index.view.clock - process.start_time),
+        _least_age([claim] if claim else [], index, index.clock - process.start_time),
         process,
         claim,
     )
@@ -694,7 +706,7 @@ def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex)
 
 def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarget:
     """Return the target for a subject without processes; the owners of its claims stand for it."""
-    own = index.claim_of(subject)
+    own = index.claims.get((subject.uid, subject.claim))
     if own is not None:
         claims = [own]
     elif subject.device is not None:
@@ -704,7 +716,7 @@ def _target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarge
     reach = reach_of(subject, (), index)
     uids = frozenset({subject.uid} if subject.uid is not None else {claim.uid for claim in claims})
     age = _least_age(claims, index)
-    return PolicyTarget(uids, reach, reach, 0.0 if age is None else index.view.clock - age, age)
+    return PolicyTarget(uids, reach, reach, 0.0 if age is None else index.clock - age, age)
 
 
 def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: float = float("inf")) -> float | None:

@@ -81,7 +81,7 @@ class MemoryRule(Rule):
         """How much memory a GPU has, for percent of it."""
         return RuleNeeds(memory_size=self.above.relative)
 
-    def check(self, view: RuleView) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> list[Finding]:
         """Return a finding for each subject whose use is above the limit."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
@@ -241,7 +241,7 @@ class UtilizationRule(Rule):
         if (self.above is None) == (self.below is None):
             raise InvalidRequest(_("utilization wants exactly one of above and below: {utilization: {above: 95%}}."))
 
-    def check(self, view: RuleView) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> list[Finding]:
         """Return a finding for each subject that is beyond the limit."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:

@@ -8,7 +8,7 @@ a job that loads its model once is no trend.  H. Theil 1950; P. K. Sen, JASA 63 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -92,7 +92,7 @@ class MemoryGrowthRule(Rule):
         """The series of memory in use, as far back as the window."""
         return RuleNeeds(past=(("memory_used", self.over),))
 
-    def check(self, view: RuleView) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> list[Finding]:
         """Return a finding for each subject whose memory grows too fast."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
@@ -139,7 +139,7 @@ class ForecastRule(Rule):
         """The series of memory in use, as far back as the window."""
         return RuleNeeds(past=(("memory_used", self.over),), memory_size=True)
 
-    def check(self, view: RuleView) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> list[Finding]:
         """Return a finding for each subject by whose trend memory will be full soon."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:

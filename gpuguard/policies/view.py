@@ -244,12 +244,14 @@ def findings_where(
     view: RuleView,
     per: str,
     why: Callable[[Device, Subject, int | None, tuple[GpuProcess, ...]], str | None],
-) -> Iterator[Finding]:
-    """Yield a finding for each subject of the kind *per* on each device for which *why* says something."""
-    for device in usable_devices(view.snapshot):
-        for subject, memory, processes in uses_of(view, device, per):
-            if text := why(device, subject, memory, processes):
-                yield Finding(rule, subject, text, processes)
+) -> list[Finding]:
+    """Return a finding for each subject of the kind *per* on each device for which *why* says something."""
+    return [
+        Finding(rule, subject, text, processes)
+        for device in usable_devices(view.snapshot)
+        for subject, memory, processes in uses_of(view, device, per)
+        if (text := why(device, subject, memory, processes))
+    ]
 
 
 SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
@@ -263,12 +265,13 @@ class SampleIndex:
     """
 
     view: RuleView  # what was seen
+    clock: float  # CLOCK_BOOTTIME of the snapshot, seconds
     zone: float  # seconds east of UTC
     devices: Mapping[str, Device]  # by uuid
     # by (pid, start_time): the devices on which it runs, and what the driver says of it there
     processes: Mapping[ProcessIdentity, Mapping[str, GpuProcess]]
-    # living ones by uid and id; an id alone can be copied by another user
-    claims: Mapping[tuple[int, str], ClaimRecord]
+    # living ones by uid and id, as a subject names them; an id alone can be copied by another user
+    claims: Mapping[tuple[int | None, str | None], ClaimRecord]
     claims_on: Mapping[str, tuple[ClaimRecord, ...]]  # living ones by device
     territory: Mapping[int, set[str]]  # the devices where a user has a process or a claim, by uid
     # field -> reason by device; under None, the gaps of the whole machine
@@ -283,12 +286,6 @@ class SampleIndex:
             if claim := self.view.innermost_claim(process):
                 found.setdefault((claim.uid, claim.id), {})[identity] = process
         return found
-
-    def claim_of(self, subject: Subject) -> ClaimRecord | None:
-        """Return the living claim that a subject names, or None."""
-        if subject.claim is None or subject.uid is None:
-            return None
-        return self.claims.get((subject.uid, subject.claim))
 
     def blindness(self, uuid: str) -> str | None:
         """Return why the processes of a device cannot be judged, or None if they can."""
@@ -314,7 +311,9 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
     # A claim without a readable record has no owner: no user is judged by it.
-    claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
+    claims: dict[tuple[int | None, str | None], ClaimRecord] = {
+        (claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0
+    }
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
     for claim in claims.values():
         territory.setdefault(claim.uid, set()).update(claim.devices)
@@ -324,7 +323,7 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     for gap in snapshot.gaps:
         gaps.setdefault(gap.device, {})[gap.field] = gap.reason
     devices = {device.uuid: device for device in snapshot.devices}
-    return SampleIndex(view, zone, devices, processes, claims, claims_on, territory, gaps)
+    return SampleIndex(view, snapshot.clock, zone, devices, processes, claims, claims_on, territory, gaps)
 
 
 def identity_of(subject: Subject) -> SubjectIdentity:
@@ -338,7 +337,7 @@ def reach_of(subject: Subject, processes: Sequence[GpuProcess], index: SampleInd
     for process in processes:
         if process.start_time is not None:
             reach.update(index.processes.get((process.pid, process.start_time), ()))
-    claim = index.claim_of(subject)
+    claim = index.claims.get((subject.uid, subject.claim))
     if claim is not None and (subject.kind == "claim" or not reach):
         reach.update(claim.devices)
     if not reach and subject.uid is not None:
