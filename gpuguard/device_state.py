@@ -159,6 +159,11 @@ def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     return tuple([claim for claim in counted if not family.isdisjoint(claim.devices)])
 
 
+def claims_by_device(snapshot: Snapshot) -> dict[str, tuple[ClaimRecord, ...]]:
+    """Return claims_on() each device of *snapshot*, by uuid."""
+    return {device.uuid: claims_on(snapshot, device) for device in snapshot.devices}
+
+
 def lock_identity(claim: ClaimRecord, *uuids: str | None) -> tuple[object, ...]:
     """Return a key that *claim* keeps from sample to sample: the devices *uuids*, its owner, its id, its locks there.
 

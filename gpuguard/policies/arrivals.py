@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpuguard.device_state import claims_on, claims_readable, lock_identity, may_compute
+from gpuguard.device_state import claims_by_device, claims_readable, lock_identity, may_compute
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessIdentity, Snapshot
 
 START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
@@ -49,17 +49,18 @@ class Arrivals:
     def look(self, snapshot: Snapshot) -> None:
         """Take in the next snapshot."""
         readable = claims_readable(snapshot)
+        there = claims_by_device(snapshot) if readable else {}
         claims: dict[_OnDevice, _FirstSight] = {}
         for device in snapshot.devices:
             known = self._lists.get(device.uuid)
             now = _listed(device, known, snapshot.clock)
-            for claim in claims_on(snapshot, device) if readable else ():
+            for claim in there.get(device.uuid, ()):
                 on_device = lock_identity(claim, device.uuid, device.parent_uuid)
                 sight = self._claims.get(on_device) or _FirstSight(self._came(claim, snapshot))
                 if sight.there_first is None and now is not None:
                     # A process on the first list that shows the claim may have come before it, or with it.
-                    there = {process for process in now.using if (process[1] or 0.0) < sight.clock}
-                    sight = _FirstSight(sight.clock, frozenset(there | (known.using if known else set())))
+                    older = {process for process in now.using if (process[1] or 0.0) < sight.clock}
+                    sight = _FirstSight(sight.clock, frozenset(older | (known.using if known else set())))
                 claims[on_device] = sight
             if now is not None:
                 self._lists[device.uuid] = now
