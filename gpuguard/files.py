@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpuguard.errors import shortage
 from gpuguard.locale import _
 
 if TYPE_CHECKING:
@@ -263,19 +262,6 @@ def version_of(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def exists_in_place(path: str) -> bool:
-    """Whether a file exists, as os.path.lexists() tells it; a file that something is mounted over exists as well."""
-    try:
-        os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
-    except (FileNotFoundError, ValueError):  # ValueError: it cannot be the name of a file; records may have such names
-        return False
-    except OSError as error:
-        if shortage(error):  # it says nothing about the file, and the claims of all users would look released
-            raise
-        return False
-    return True
 
 
 def hold_in_place(path: str) -> int:

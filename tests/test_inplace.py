@@ -13,8 +13,8 @@ from queues import a_ticket
 
 from gpuguard import files
 from gpuguard.claims import holders
-from gpuguard.claims.directory import lock_directory
-from gpuguard.files import device_of, exists_in_place, open_in_place, open_or_create, status_in_place
+from gpuguard.claims.directory import LockDirectory, existing_locks, lock_directory
+from gpuguard.files import device_of, open_in_place, open_or_create, status_in_place
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
 
@@ -78,7 +78,7 @@ def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path)
     os.close(open_in_place(waker))
 
     assert status_in_place(waker).st_size == 0
-    assert [exists_in_place(f"{waker}{end}") for end in ("", ".none", "\0")] == [True, False, False]
+    assert existing_locks(LockDirectory("", str(tmp_path), ""), ("bell", "bell.none", "bell\0")) == ["bell"]
     assert holders.inode_of(f"{waker}\0") == ""
     assert holders.inode_of(waker).endswith(f":{os.stat(waker).st_ino}")
     assert len(os.listdir("/proc/self/fd")) == before

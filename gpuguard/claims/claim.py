@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import LockDirectory, is_same_file, lock_fault, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock, unusable_locks
 from gpuguard.claims.holders import as_written, locked_by
 from gpuguard.claims.records import (
     locked_slots,
@@ -348,13 +348,13 @@ def lock_faults(
     """Return uuid -> why this process can never claim the device for *request*: a lock file that it cannot use."""
     if outer and (outer.memory is not None or "." in outer.id):
         return {}
-    faults = {}
+    names: dict[str, list[str]] = {}  # of the lock files that each needs
     for device in devices:
         slots = slot_names(device.uuid)[: request.slots] if request.share else ()
-        names = [f"{device.uuid}.nested"] if outer else [*filter(None, (device.uuid, device.parent_uuid)), *slots]
-        if fault := next(filter(None, (lock_fault(directory, name) for name in names)), None):
-            faults[device.uuid] = fault
-    return faults
+        family = [*filter(None, (device.uuid, device.parent_uuid)), *slots]
+        names[device.uuid] = [f"{device.uuid}.nested"] if outer else family
+    faults = unusable_locks(directory, [name for own in names.values() for name in own])
+    return {uuid: fault for uuid, own in names.items() if (fault := next(filter(None, map(faults.get, own)), None))}
 
 
 def lock_parts(

@@ -20,7 +20,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -355,13 +355,36 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
     raise LockDirectoryError(_("{path} is not readable.  Run `sudo gpuguard setup` again.").format(path=path))
 
 
-def lock_fault(directory: LockDirectory, name: str) -> str | None:
-    """Return why this process can never lock the file *name*, or None if it can lock or make it; make no file."""
+def existing_locks(directory: LockDirectory, names: Iterable[str]) -> list[str]:
+    """Return those of *names* that have a lock file, even one that something is mounted over.
+
+    Raises OSError if no further file can be opened to look.
+    """
+    return [name for name in names if _exists(directory.lock_path(name))]
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except (FileNotFoundError, ValueError):  # ValueError: it cannot be the name of a file; records may have such names
+        return False
+    except OSError as error:
+        if shortage(error):  # it says nothing about the file, and the claims of all users would look released
+            raise
+        return False
+    return True
+
+
+def unusable_locks(directory: LockDirectory, names: Iterable[str]) -> dict[str, str]:
+    """Return for each of *names* whose file this process can never lock, nor make, why; make no file."""
     if directory.closed or directory.is_missing():
-        return None
+        return {}
     may_make = os.access(directory.locks, os.W_OK | os.X_OK, effective_ids=True)
-    if may_make and not os.path.lexists(directory.lock_path(name)):
-        return None
+    there = [name for name in names if not may_make or os.path.lexists(directory.lock_path(name))]
+    return {name: fault for name in there if (fault := _lock_fault(directory, name))}
+
+
+def _lock_fault(directory: LockDirectory, name: str) -> str | None:
     fault = None
     for _attempt in range(2):  # a file that is just being replaced is all right at the second try
         try:

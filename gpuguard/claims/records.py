@@ -32,11 +32,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.claims import grants
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked, open_lock, try_flock
+from gpuguard.claims.directory import (
+    Gate,
+    LockDirectory,
+    existing_locks,
+    is_same_file,
+    is_unlocked,
+    open_lock,
+    try_flock,
+)
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
-from gpuguard.files import closed_after, create_file, exists_in_place, open_regular, status_in_place, write_all
+from gpuguard.files import closed_after, create_file, open_regular, status_in_place, write_all
 from gpuguard.grouping import grouped
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale.messages import cut, dumps, plain, sentence
@@ -373,7 +381,7 @@ def slot_names(uuid: str) -> tuple[str, ...]:
 def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
     """Return the slots of a device that are held now.  The gate is not locked here: do so first if it matters."""
     # The sticky directory has no files for the slots until a claim shares the device, and the first is taken first.
-    if not exists_in_place(directory.lock_path(f"{uuid}.slot0")):
+    if not existing_locks(directory, [f"{uuid}.slot0"]):
         return ()
     return tuple(name for name in slot_names(uuid) if _is_locked(directory, name))
 
@@ -593,9 +601,7 @@ def _held_and_granted(
     if directory.closed:
         return _held_by_word_of_the_daemon(directory, set(uuids))
     locked = {}
-    for uuid in uuids:
-        if not exists_in_place(directory.lock_path(uuid)):
-            continue
+    for uuid in existing_locks(directory, uuids):
         try:
             descriptor = open_lock(directory, uuid)
         except LockDirectoryError:
@@ -628,7 +634,7 @@ def _held_by_word_of_the_daemon(
 
 
 def _is_locked(directory: LockDirectory, name: str) -> bool:
-    if not exists_in_place(directory.lock_path(name)):
+    if not existing_locks(directory, [name]):
         return False
     try:
         descriptor = open_lock(directory, name)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.backends import default_backend, parts_of
 from gpuguard.claims.claim import JobDetails
+from gpuguard.claims.directory import existing_locks
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
 from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
@@ -32,7 +33,6 @@ from gpuguard.cli.terminal import print_notice, unread, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
-from gpuguard.files import exists_in_place
 from gpuguard.history import audit_log
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
@@ -589,7 +589,7 @@ def _has_ended(claim: str, directory: LockDirectory) -> bool:
     # A process that was killed wrote no event of its end.  The devices show whether the claim is of another host that
     # writes the same log (NFS), and a lock without a record may be that of the claim.
     uuids = {uuid for line in lines for uuid in devices_of(line)}
-    here = bool(uuids) and all(exists_in_place(directory.lock_path(uuid)) for uuid in uuids)
+    here = bool(uuids) and len(existing_locks(directory, uuids)) == len(uuids)
     return here and all(held.since is not None for held in probe(directory, uuids))
 
 
