@@ -513,7 +513,7 @@ SignalName = NewType("SignalName", str)  # "SIGTERM", the outcome of a line abou
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a finding.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
+    """The subject of a finding.  The name of its user is for people: two that differ in that alone are one subject."""
 
     kind: SubjectKind
     device: str | None = None  # uuid
@@ -521,7 +521,7 @@ class Subject:
     start_time: float | None = None  # seconds since boot; always given with a pid
     uid: int | None = None
     claim: str | None = None  # id
-    user: str | None = None
+    user: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

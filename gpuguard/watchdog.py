@@ -49,7 +49,7 @@ from gpuguard.policies.jobs import JobMember, alone, member_of
 from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.usage import strangers
-from gpuguard.policies.view import MachineUse, RuleKind, RuleView, SubjectIdentity, identity_of, process_subject
+from gpuguard.policies.view import MachineUse, RuleKind, RuleView, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount
@@ -78,7 +78,7 @@ _GUARD_ENDS = sentence("pause.guard_ends", "the guard ends")
 _UNKNOWN_FOR_LONG = sentence("pause.unknown", "whether its condition holds has been unknown for long")
 _NO_MORE = sentence("condition.over", "the condition does not hold any more")
 
-PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
+PendingKey = tuple[str, Subject]  # name of a policy and the subject of a verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +151,11 @@ class Watchdog:
         # (uuid, pid) of a listed process that has ended -> samples in a row, and the user it belonged to
         self._ended: dict[tuple[str, int], tuple[int, str | None]] = {}
         self._hidden = set[str]()  # ids of claims that count as none
-        self._there_first = set[tuple[SubjectIdentity, int, str]]()  # processes that were there before a claim
+        self._there_first = set[tuple[Subject, int, str]]()  # processes that were there before a claim
         self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
         self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: the step, and until which clock
         self._refused: dict[PendingKey, tuple[int, str]] = {}  # the step that was tried but not taken, and why
-        self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
+        self._noted: set[tuple[str, str | None, Subject | None]] = set()
         self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
         self._awaited = list[PastAction]()  # actions that ended processes, until their effect is written down
         self._pauses = Pauses(directory, self._record)
@@ -332,7 +332,7 @@ class Watchdog:
         """Leave one Event for each process that is no trespasser because it was there before the claim."""
         judged = any(rule.kind.finds_trespassers for policy in policies for rule in policy.rules)
         there_first = {
-            (identity_of(process_subject(device, process)), claim.uid, claim.id): (device, process, claim)
+            (process_subject(device, process), claim.uid, claim.id): (device, process, claim)
             for device, process, claims in (strangers(view) if judged else ())
             for claim in claims
             if self._memory.arrivals.was_there_before(claim, device, process)
@@ -423,7 +423,7 @@ class Watchdog:
             if named.get(name) != due[0][0] or not self._memory.holds(name, subject)
         )
         for verdict in verdicts:
-            waiting = self._pending.setdefault((verdict.policy, identity_of(verdict.finding.subject)), [])
+            waiting = self._pending.setdefault((verdict.policy, verdict.finding.subject), [])
             if all(other.step != verdict.step for _, other in waiting):  # after a cooldown a step may be due once more
                 waiting.append((named[verdict.policy], verdict))
         snapshot, limits = self._view.snapshot, self._context.limits
@@ -551,7 +551,7 @@ class Watchdog:
     def _note(self, notes: Sequence[Note]) -> None:
         before, self._noted = self._noted, set()
         for note in notes:
-            key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
+            key = note.kind, note.policy, note.subject
             if NOTES[note.kind].recorded and key not in self._noted | before:
                 subject = note.subject or Subject("node")
                 self._record(

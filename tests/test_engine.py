@@ -12,7 +12,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject, Verdict
 from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, next_step
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
-from gpuguard.policies.view import HostUse, RuleKind, RuleView, claim_subject, identity_of, process_subject
+from gpuguard.policies.view import HostUse, RuleKind, RuleView, claim_subject, process_subject
 
 NOBODY = a_device(processes=())
 
@@ -383,7 +383,7 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
     """Two idle claims have no process: that the release of one is refused says nothing of the other."""
     memory, subjects = EngineMemory(), [Subject("claim", claim=name) for name in ("c1", "c2")]
     for subject in subjects:
-        key = identity_of(subject)
+        key = subject
         memory.states.setdefault("hogs", {})[key] = EscalationState(subject, 0.0, done=1)
         memory.cooling["hogs", key] = 1000.0
         for name in ("hogs", "other"):
@@ -395,7 +395,7 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
     )
 
     assert [state.done for state in memory.states["hogs"].values()] == [0, 1]
-    assert list(memory.cooling) == [("hogs", identity_of(subjects[1]))]
+    assert list(memory.cooling) == [("hogs", subjects[1])]
     assert sorted(name for _, name in memory.effects) == ["hogs c2", "other c1", "other c2"]
     before = [replace(state) for state in memory.states["hogs"].values()]
     memory.not_taken(

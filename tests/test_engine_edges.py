@@ -15,7 +15,7 @@ from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import KeptMark, Step, why_inapplicable, worst_step
 from gpuguard.policies.thresholds import UtilizationRule
-from gpuguard.policies.view import HostUse, RuleView, identity_of, process_subject
+from gpuguard.policies.view import HostUse, RuleView, process_subject
 
 HOUR = 3600.0
 MIDNIGHT = 1_699_920_000.0  # of 2023-11-14, UTC
@@ -171,8 +171,8 @@ def test_a_pause_that_counts_for_nothing_moves_all_times_of_an_escalation():
     memory, subject = EngineMemory(), Subject("device", a_uuid(0))
     before = EscalationState(subject, since=1.0, stepped_at=2.0, held_until=3.0, terminated_at=4.0, again_at=0.0)
     memory.states = {
-        "p": {identity_of(subject): replace(before)},
-        "q": {identity_of(subject): replace(before, terminated_at=None)},
+        "p": {subject: replace(before)},
+        "q": {subject: replace(before, terminated_at=None)},
     }
     memory.stop_clocks(100.0)
 

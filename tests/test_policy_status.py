@@ -24,7 +24,6 @@ from gpuguard.policies.view import (
     ValueSeries,
     claim_subject,
     device_subject,
-    identity_of,
     key_of,
     process_subject,
 )
@@ -57,7 +56,7 @@ WARNED = PolicyStatus(
     "p", ALICE_RUNS, START, "warn", "terminate", START + 90, False,
     harm="terminate", harm_due=START + 90, rule="processes", why="uses memory",
 )  # fmt: skip
-OF_P = "p", identity_of(ALICE_RUNS)
+OF_P = "p", ALICE_RUNS
 
 
 @pytest.mark.parametrize(

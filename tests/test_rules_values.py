@@ -596,6 +596,7 @@ def test_what_a_rule_finds_is_said_with_its_numbers_and_means_those_processes(ru
     assert [(each.subject, [process.pid for process in each.processes], each.why) for each in findings] == (
         [finding] if finding else []
     )
+    assert [each.subject.user for each in findings] == ([finding[0].user] if finding else [])  # is for people alone
 
 
 EVERY_TEN = [900.0 + 10 * number for number in range(11)]

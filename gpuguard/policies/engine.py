@@ -47,8 +47,6 @@ from gpuguard.policies.view import (
     RuleView,
     SampleIndex,
     SampleRhythm,
-    SubjectIdentity,
-    identity_of,
     index_sample,
     key_of,
     reach_of,
@@ -115,7 +113,7 @@ class Effect:
     """A destructive step whose effect on one device is awaited."""
 
     policy: str
-    subject: SubjectIdentity
+    subject: Subject
     at: float  # clock
     victims: frozenset[tuple[int, float]]
     claim: str | None
@@ -131,15 +129,15 @@ class EngineMemory:
     rhythm: SampleRhythm = field(default_factory=SampleRhythm)
     arrivals: Arrivals = field(default_factory=Arrivals)
     policies: dict[str, Policy] = field(default_factory=dict)
-    states: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
-    cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
+    states: dict[str, dict[Subject, EscalationState]] = field(default_factory=dict)  # by policy
+    cooling: dict[tuple[str, Subject], float] = field(default_factory=dict)  # until which clock
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], KeptMark] = field(default_factory=dict)
     index: SampleIndex | None = None  # of the last sample
     suspended: float | None = None  # seconds, as of the last sample
     unkillable: frozenset[ProcessIdentity] = frozenset()  # processes that outlived SIGKILL
 
-    def holds(self, policy: str, subject: SubjectIdentity) -> bool:
+    def holds(self, policy: str, subject: Subject) -> bool:
         """Return whether the condition of *policy* was found for *subject* in the last sample."""
         return subject in self.states.get(policy, ())
 
@@ -162,30 +160,31 @@ class EngineMemory:
         for _, state in self._meant(verdict):
             state.told = True
 
-    def _meant(self, verdict: Verdict) -> Iterator[tuple[SubjectIdentity, EscalationState]]:
+    def _meant(self, verdict: Verdict) -> Iterator[tuple[Subject, EscalationState]]:
         victims = identities(verdict.finding.processes)
-        for identity, state in self.states.get(verdict.policy, {}).items():
+        for subject, state in self.states.get(verdict.policy, {}).items():
             # The same processes may have been found on several GPUs: one step was taken for all of these findings.
             own = {(process.pid, process.start_time) for process in state.processes}
-            if identity == identity_of(verdict.finding.subject) or (victims and victims == own):
-                yield identity, state
+            if subject == verdict.finding.subject or (victims and victims == own):
+                yield subject, state
 
     def not_taken(self, verdict: Verdict, clock: float) -> None:
         """Let a step be due again that was refused, failed or could not be recorded, and so took nothing away.
 
         It begins no cooldown, no other step waits for its effect, and it does not count as a request to terminate.
         """
-        for identity, state in self._meant(verdict):
+        for subject, state in self._meant(verdict):
             if state.done > verdict.step:
                 state.done, state.again_at = verdict.step, clock + AGAIN_SECONDS
                 state.terminated_at = None if verdict.action == "terminate" else state.terminated_at
-                self.undo(verdict.policy, identity)
+                self.undo(verdict.policy, subject)
 
-    def undo(self, policy: str, subject: SubjectIdentity) -> None:
+    def undo(self, policy: str, subject: Subject) -> None:
         """Forget the last step of *policy* for *subject*, on all its GPUs, because it was not taken."""
 
-        def is_meant(by: str, other: SubjectIdentity) -> bool:
-            return by == policy and (other == subject or (subject[0] == "process" and other[2:] == subject[2:]))
+        def is_meant(by: str, other: Subject) -> bool:
+            elsewhere = replace(subject, device=other.device)
+            return by == policy and (other == subject or (subject.kind == "process" and other == elsewhere))
 
         self.cooling = {by: until for by, until in self.cooling.items() if not is_meant(*by)}
         self.effects = {at: each for at, each in self.effects.items() if not is_meant(each.policy, each.subject)}
@@ -206,7 +205,6 @@ class DueStep:
     """A step whose time has come."""
 
     policy: Policy
-    identity: SubjectIdentity
     finding: Finding
     state: EscalationState
     step: Step
@@ -217,7 +215,7 @@ class DueStep:
     @property
     def order(self) -> tuple[float, float, str, str]:
         """A sort key by which the longest wait comes first, and which depends on no order of policies or rules."""
-        return (self.since, self.state.since, self.policy.name, str(self.identity))
+        return (self.since, self.state.since, self.policy.name, str(self.finding.subject))
 
 
 _SAME_SAMPLE = sentence("note.same_sample", "the sample is the same as before: it shows nothing new")
@@ -325,7 +323,7 @@ def still_holds(
     view = replace(without_pauses(view), past=memory.past, arrivals=memory.arrivals)
     index = index_sample(view, zone)
     found, _ = narrowed(findings_of(policy, index), policy, index, memory.kept)
-    about = [finding for finding in found if identity_of(finding.subject) == identity_of(subject)]
+    about = [finding for finding in found if finding.subject == subject]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
     return bool(about) and all((process.pid, process.start_time) in meant for process in processes)
 
@@ -384,39 +382,39 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
     return notes
 
 
-def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[SubjectIdentity, Finding]:
+def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[Subject, Finding]:
     """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
-    together: dict[SubjectIdentity, Finding] = {}
-    reasons: dict[SubjectIdentity, list[str]] = {}
+    together: dict[Subject, Finding] = {}
+    reasons: dict[Subject, list[str]] = {}
     for finding in findings:
-        identity = identity_of(finding.subject)
-        reasons.setdefault(identity, []).append(finding.why)
-        before = together.get(identity)
+        subject = finding.subject
+        reasons.setdefault(subject, []).append(finding.why)
+        before = together.get(subject)
         if before is not None:
             others = (process for process in finding.processes if process not in before.processes)
-            finding = replace(before, why=all_of(reasons[identity]), processes=(*before.processes, *others))
-        together[identity] = finding
+            finding = replace(before, why=all_of(reasons[subject]), processes=(*before.processes, *others))
+        together[subject] = finding
     if policy.message:
-        for identity, finding in together.items():
+        for subject, finding in together.items():
             why = sentence("policy.message", "{message} ({why})", message=policy.message, why=finding.why)
-            together[identity] = replace(finding, why=why)
+            together[subject] = replace(finding, why=why)
     return together
 
 
 def _end_others(
     policy: Policy,
-    found: Collection[SubjectIdentity],
+    found: Collection[Subject],
     left_out: Collection[object],
     index: SampleIndex,
     memory: EngineMemory,
 ) -> Iterator[Note]:
     """Forget the escalations of subjects that are no longer *found*; notes on those *left_out* were already made."""
     states = memory.states.setdefault(policy.name, {})
-    for identity in [identity for identity in states if identity not in found]:
-        if _rests(states[identity], policy, index):
-            states[identity].resting = True
+    for subject in [subject for subject in states if subject not in found]:
+        if _rests(states[subject], policy, index):
+            states[subject].resting = True
             continue
-        ended = states.pop(identity)
+        ended = states.pop(subject)
         if ended.subject not in left_out:
             yield from _cancelled(policy, ended, index, memory)
 
@@ -429,12 +427,11 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
 
     states = memory.states[policy.name]
     clock, due, begun = index.clock, list[DueStep](), set[tuple[int, str]]()
-    for identity, finding in current.items():
-        state, cools = states.get(identity), (policy.name, identity) in memory.cooling
+    for subject, finding in current.items():
+        state, cools = states.get(subject), (policy.name, subject) in memory.cooling
         if not cools and (state is None or _is_over(state, policy)):
             paused = bool(state and state.paused)
-            state = EscalationState(finding.subject, clock, paused=paused, goes_on=state is not None)
-            states[identity] = state
+            state = states[subject] = EscalationState(subject, clock, paused=paused, goes_on=state is not None)
         if state:
             if state.resting:  # its steps go on from now, because the time of resting does not count
                 state.resting, state.stepped_at = False, clock
@@ -443,26 +440,26 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
             attended = finding.processes and all(is_interactive(process, index) for process in finding.processes)
             state.grace = INTERACTIVE_SECONDS if attended else 0.0
         if cools or state is None:
-            notes.append(Note("cooldown", _COOLDOWN, policy.name, finding.subject))
+            notes.append(Note("cooldown", _COOLDOWN, policy.name, subject))
             continue
         if state.shifted and clock >= state.said_again_at + SAID_AGAIN_SECONDS:
             at = _due(policy, state) if worst_step(_upcoming(policy, state)) else None
-            due += _said_again(policy, identity, finding, state, clock) if at is not None and at > clock else ()
+            due += _said_again(policy, finding, state, clock) if at is not None and at > clock else ()
             state.shifted, state.said_again_at = False, clock
         if (step := next_step(state, policy, clock)) is None:
             continue
         if policy.told and not state.told and step[0].action in COUNTED:
-            notes.append(Note("untold", _UNTOLD, policy.name, finding.subject))
+            notes.append(Note("untold", _UNTOLD, policy.name, subject))
             if clock >= state.said_again_at + UNTOLD_SECONDS:
-                due += _said_again(policy, identity, finding, state, clock)
+                due += _said_again(policy, finding, state, clock)
                 state.said_again_at = clock
             continue
         rest = _rest_of_jobs(policy, finding, index, memory, begun) if step[0].action in WHOLE else ()
-        state.reach = reach_of(finding.subject, (*finding.processes, *rest), index)
-        due_step = DueStep(policy, identity, finding, state, *step, state.done, rest)
+        state.reach = reach_of(subject, (*finding.processes, *rest), index)
+        due_step = DueStep(policy, finding, state, *step, state.done, rest)
         reason = why_inapplicable(step[0], finding)
         if reason and not any(map(index.blindness, state.reach)):
-            notes.append(Note("nobody", reason, policy.name, finding.subject))
+            notes.append(Note("nobody", reason, policy.name, subject))
             advance(due_step, memory, clock, skipped=True)
         else:
             due.append(due_step)
@@ -517,17 +514,15 @@ def _has_begun(state: EscalationState) -> bool:
 
 def _victim(due: DueStep) -> object:
     subject = due.finding.subject
-    whom = (subject.pid, subject.start_time) if subject.kind == "process" else due.identity
+    whom = (subject.pid, subject.start_time) if subject.kind == "process" else subject
     return (due.policy.name, due.number, whom)
 
 
-def _said_again(
-    policy: Policy, identity: SubjectIdentity, finding: Finding, state: EscalationState, clock: float
-) -> Iterator[DueStep]:
+def _said_again(policy: Policy, finding: Finding, state: EscalationState, clock: float) -> Iterator[DueStep]:
     """Yield the earlier messages again, because they are no longer true, or have not reached the user."""
     for number, step in enumerate(policy.steps[: state.done]):
         if step.action in MESSAGES:
-            yield DueStep(policy, identity, finding, state, step, clock, number)
+            yield DueStep(policy, finding, state, step, clock, number)
 
 
 def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memory: EngineMemory) -> Iterator[Note]:
@@ -732,7 +727,7 @@ def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool =
             state.done += 1
     state.stepped_at, state.again_at = clock, 0.0
     if state.done == len(policy.steps):
-        memory.cooling[policy.name, due.identity] = clock + policy.cooldown
+        memory.cooling[policy.name, due.finding.subject] = clock + policy.cooldown
 
 
 def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
@@ -769,7 +764,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 first = memory.effects.get((step.policy.enforce, uuid))
                 gone = victims | first.victims if first else victims  # these belong to the same job: see _obstacle()
                 below = _memory_without(index.devices[uuid], gone)
-                effect = Effect(name, step.identity, clock, gone, claim, below, hit)
+                effect = Effect(name, step.finding.subject, clock, gone, claim, below, hit)
                 memory.effects[step.policy.enforce, uuid] = effect
         allowed.append(step)
     return allowed, notes
@@ -851,7 +846,7 @@ def _obstacle(due: DueStep, hit: Hit, jobs: Jobs, index: SampleIndex, memory: En
         effect = memory.effects.get((due.policy.enforce, uuid))
         if effect is None:
             continue
-        same_job = effect.subject == due.identity or not own.isdisjoint(map(jobs.get, effect.hit.victims))
+        same_job = effect.subject == due.finding.subject or not own.isdisjoint(map(jobs.get, effect.hit.victims))
         if effect.policy != due.policy.name or not same_job:  # a job may end as a whole
             return "waiting", sentence(
                 "note.effect",
@@ -906,7 +901,7 @@ def _hit(step: DueStep, index: SampleIndex) -> Hit:
     people = {(subject.uid, subject.user), *((process.uid, process.user) for process in processes)}
     users = (_accountable(uid, user, index) for uid, user in people if uid is not None)
     victims = frozenset(member_of(process, index.view) for process in processes if process.start_time is not None)
-    victims = victims or frozenset((JobMember((0, 0.0), str(step.identity)),))
+    victims = victims or frozenset((JobMember((0, 0.0), str(subject)),))
     return Hit(frozenset(users), victims, frozenset(user for _, user in people if user))
 
 
@@ -971,8 +966,8 @@ class PolicyStatus:
 def policy_status(
     policies: Sequence[Policy],
     memory: EngineMemory,
-    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]],
-    refused: Mapping[tuple[str, SubjectIdentity], tuple[int, str]] | None = None,
+    put_off: Mapping[tuple[str, Subject], tuple[int, float]],
+    refused: Mapping[tuple[str, Subject], tuple[int, str]] | None = None,
     kept: Kept | None = None,
 ) -> tuple[PolicyStatus, ...]:
     """Return every condition that holds, the oldest first.
@@ -980,15 +975,15 @@ def policy_status(
     Args:
         policies: all of them.
         memory: of the samples so far.
-        put_off: (policy, identity) -> the number of a step whose time has come, and the clock until which a check put
+        put_off: (policy, subject) -> the number of a step whose time has come, and the clock until which a check put
             it off.
-        refused: (policy, identity) -> the number of a step that was not taken when it was tried, and why.
+        refused: (policy, subject) -> the number of a step that was not taken when it was tried, and why.
         kept: the current exemptions, with those made since the last sample; subjects that they protect are left out.
     """
     found = []
     for policy in policies:
-        for identity, state in memory.states.get(policy.name, {}).items():
-            key = policy.name, identity
+        for subject, state in memory.states.get(policy.name, {}).items():
+            key = policy.name, subject
             if kept and memory.index:
                 finding = Finding(state.rule, state.subject, state.why, state.processes)
                 if not drop_protected((finding,), policy, memory.index, kept)[0]:

@@ -254,9 +254,6 @@ def findings_where(
     ]
 
 
-SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
-
-
 @dataclass(frozen=True)
 class SampleIndex:
     """A view, laid out so that everything about a device, a process, a claim or a user is found at once.
@@ -324,11 +321,6 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
         gaps.setdefault(gap.device, {})[gap.field] = gap.reason
     devices = {device.uuid: device for device in snapshot.devices}
     return SampleIndex(view, snapshot.clock, zone, devices, processes, claims, claims_on, territory, gaps)
-
-
-def identity_of(subject: Subject) -> SubjectIdentity:
-    """Return the identity by which a subject is the same as in the sample before."""
-    return (subject.kind, subject.device, subject.pid, subject.start_time, subject.uid, subject.claim)
 
 
 def reach_of(subject: Subject, processes: Sequence[GpuProcess], index: SampleIndex) -> tuple[str, ...]:
