@@ -193,6 +193,14 @@ def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Proces
     return _nearest(process, own, stats) or _nearest(process, claims, stats)
 
 
+def innermost_claim(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
+    """Return the claim of its own user whose lock *process* or an ancestor holds, the nearest one; or None."""
+    stat = stats.get(process.pid)
+    if stat is None or process.uid is None or stat.start_time != process.start_time:
+        return None
+    return _nearest(process, [claim for claim in claims if claim.alive and claim.uid == process.uid], stats)
+
+
 def is_blamed_on(process: GpuProcess, claim: ClaimRecord, stats: Processes) -> bool:
     """Return whether more ties *process* to *claim* than a copy of its lock, which another user may have been sent."""
     stat = stats.get(process.pid)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpuguard.device_state import innermost_claim
 from gpuguard.errors import InvalidRequest
 from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
@@ -293,7 +294,7 @@ def _taken(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> 
     for the others.
     """
     clock = index.clock
-    bundles = grouped((_victim(step), step) for step in sorted(due, key=lambda step: step.order))
+    bundles = grouped([(_victim(step), step) for step in sorted(due, key=lambda step: step.order)])
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
     verdicts, ends = [], identities([row for step in taken for row in step.finding.processes])
     for step in taken:
@@ -320,8 +321,7 @@ def still_holds(
 
     The view need not be a new sample.
     """
-    view = replace(without_pauses(view), past=memory.past, arrivals=memory.arrivals)
-    index = index_sample(view, zone)
+    index = index_sample(replace(view, past=memory.past, arrivals=memory.arrivals), zone)
     found, _ = narrowed(findings_of(policy, index), policy, index, memory.kept)
     about = [finding for finding in found if finding.subject == subject]
     meant = {(process.pid, process.start_time) for finding in about for process in finding.processes}
@@ -332,7 +332,7 @@ def may_end_with_job(
     policy: Policy, process: GpuProcess, view: RuleView, memory: EngineMemory, *, zone: float = 0.0
 ) -> bool:
     """Return whether in *view* nothing spares *process*, whose job is ended."""
-    return not _is_spared(process, policy, index_sample(without_pauses(view), zone), memory)
+    return not _is_spared(process, policy, index_sample(view, zone), memory)
 
 
 def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
@@ -378,7 +378,7 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
     rhythm.beat(clock)
     memory.kept = {name: mark for name, mark in memory.kept.items() if mark.until > clock}
     memory.cooling = {name: until for name, until in memory.cooling.items() if until > clock}
-    memory.past.record(view.snapshot, windows_of(rule for policy in policies for rule in policy.rules), largest)
+    memory.past.record(view.snapshot, windows_of([rule for policy in policies for rule in policy.rules]), largest)
     return notes
 
 
@@ -473,8 +473,9 @@ def _rest_of_jobs(
 
     They come with the first finding of their job, whose claim is added to *begun*.
     """
-    found = identities(finding.processes)
-    claims = {(claim.uid, claim.id) for row in finding.processes if (claim := index.view.innermost_claim(row))} - begun
+    found, view = identities(finding.processes), index.view
+    own = filter(None, (innermost_claim(row, view.snapshot.claims, view.seen) for row in finding.processes))
+    claims = {(claim.uid, claim.id) for claim in own} - begun
     begun |= claims
     rest = (
         row for claim in sorted(claims) for process, row in index.jobs.get(claim, {}).items() if process not in found
@@ -734,12 +735,12 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
     """Return the steps of *due* that may be taken now, in the order of their turns, and notes why the others wait."""
     clock, hits = index.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
     awaited = [effect.hit for effect in memory.effects.values()]
-    jobs = jobs_of(member for hit in (*hits.values(), *awaited) for member in hit.victims)
+    jobs = jobs_of(frozenset[JobMember]().union(*(hit.victims for hit in (*hits.values(), *awaited))))
     for key, effect in list(memory.effects.items()):
         if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
             del memory.effects[key]
     # By policy: of steps that are taken now, or have not shown their effect yet.
-    at_once = grouped((effect.policy, effect.hit) for effect in memory.effects.values())
+    at_once = grouped([(effect.policy, effect.hit) for effect in memory.effects.values()])
     held, notes = _breaker(due, hits)
     allowed = []
     for step in _in_turns(due, hits, jobs, index):
@@ -863,7 +864,7 @@ def _breaker(due: Iterable[DueStep], hits: Mapping[int, Hit]) -> tuple[set[str],
     One user alone never trips a breaker, however many processes they have, because otherwise all others would be safe
     behind that user.  Clocks and existing claims do not go wrong in this way.
     """
-    by_policy = grouped((step.policy.name, step) for step in due if id(step) in hits)
+    by_policy = grouped([(step.policy.name, step) for step in due if id(step) in hits])
     held, notes = set[str](), list[Note]()
     for name, steps in by_policy.items():
         policy = steps[0].policy

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gpuguard.device_state import innermost_claim
 from gpuguard.model import GpuProcess, ProcessIdentity
 from gpuguard.policies.view import RuleView
 
@@ -45,7 +46,7 @@ def member_of(process: GpuProcess, view: RuleView) -> JobMember:
     stat, user = view.seen.get(process.pid), f"of {process.uid}"
     if stat is None or process.uid is None or stat.start_time != process.start_time:
         return alone(identity)
-    if claim := view.innermost_claim(process):
+    if claim := innermost_claim(process, view.snapshot.claims, view.seen):
         return JobMember(identity, f"claim {claim.id} {user}")
     parent = view.seen.get(stat.parent)
     launches = parent and stat.parent > 1 and parent.session != stat.parent and not parent.is_shell

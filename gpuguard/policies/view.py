@@ -17,7 +17,16 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar, Protocol
 
-from gpuguard.device_state import Processes, claim_of, claims_on, computes, is_blamed_on, started_by, usable_devices
+from gpuguard.device_state import (
+    Processes,
+    claim_of,
+    claims_on,
+    computes,
+    innermost_claim,
+    is_blamed_on,
+    started_by,
+    usable_devices,
+)
 from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Finding, Gap, GpuProcess, ProcessIdentity, Snapshot, Subject
@@ -105,14 +114,6 @@ class RuleView:
     def clock(self) -> float:
         """CLOCK_BOOTTIME of the snapshot, seconds."""
         return self.snapshot.clock
-
-    def innermost_claim(self, process: GpuProcess) -> ClaimRecord | None:
-        """Return the claim of its own user whose lock *process* or an ancestor holds, the nearest one; or None."""
-        stat = self.seen.get(process.pid)
-        if stat is None or process.uid is None or stat.start_time != process.start_time:
-            return None
-        claims = [claim for claim in self.snapshot.claims if claim.alive and claim.uid == process.uid]
-        return started_by(process, claims, self.seen)
 
 
 def without_pauses(view: RuleView) -> RuleView:
@@ -280,7 +281,7 @@ class SampleIndex:
         found: dict[tuple[int, str], dict[ProcessIdentity, GpuProcess]] = {}
         for identity, places in self.processes.items():
             process = next(iter(places.values()))
-            if claim := self.view.innermost_claim(process):
+            if claim := innermost_claim(process, self.view.snapshot.claims, self.view.seen):
                 found.setdefault((claim.uid, claim.id), {})[identity] = process
         return found
 
@@ -297,7 +298,7 @@ class SampleIndex:
 
 def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     """Lay out one sample."""
-    view = without_host_memory(view)
+    view = without_host_memory(without_pauses(view))
     snapshot = view.snapshot
     processes: dict[ProcessIdentity, dict[str, GpuProcess]] = {}
     territory: dict[int, set[str]] = {}
