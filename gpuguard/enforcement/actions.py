@@ -44,7 +44,6 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import deed_text, message_for
 from gpuguard.policies.action_kinds import COUNTED, DISRUPTIVE, HARMFUL
-from gpuguard.policies.jobs import identities
 from gpuguard.procfs import boot_clock, start_time
 from gpuguard.units import format_duration, parse_duration
 
@@ -57,6 +56,7 @@ WRITE_SECONDS = 1.0  # for a line in the audit log; if it takes longer, the chec
 
 Result = tuple[ActionWord, str]  # a word, and the reason if the word does not say it
 
+_NO_PROCESS = sentence("action.no_process", "no process is meant")
 _ENDED = sentence("action.ended_before", "it had ended before")
 _NOT_RECORDED = sentence("action.not_recorded", "nothing could be written down, so nothing was done")
 
@@ -498,7 +498,7 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
-            if not context.has_turn(verdict, process.identity):
+            if not context.has_turn(verdict, process):
                 continue
             if context.limits.is_done(verdict, process.identity):
                 before = sentence("action.done_before", "it was done before")
@@ -509,8 +509,7 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
                 with preflight.check_process(verdict, snapshot, context, process) as target:
                     outcomes.append(_carry_out(action.on_process, target))
         if outcomes or not action.on_claim:
-            none = sentence("action.no_process", "no process is meant")
-            return tuple(outcomes) or (_logged(verdict, context, "refused", none),)
+            return tuple(outcomes) or (_logged(verdict, context, "refused", _NO_PROCESS),)
     if snapshot.recorded:
         why = sentence("preflight.recorded", "the sample is a recording, of another time or machine")
         return (_logged(verdict, context, "refused", why),)
@@ -636,7 +635,7 @@ def _event(
     With *action*, it is the line before that action, from which a restarted guard remembers it.
     """
     finding, subject, what = verdict.finding, verdict.finding.subject, verdict.finding.why
-    if process and process.identity in identities(verdict.rest):
+    if process and process.of_rest:
         what = sentence("action.whole_job", "its job ends whole: {why}", why=what)
     pid = process.pid if process else subject.pid
     uids = sorted({str(found.uid) for found in finding.processes if found.uid is not None})
@@ -678,7 +677,7 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
     Returns:
         An outcome, "unkillable", for each process that is found for the first time.
     """
-    now, outcomes = boot_clock(), []
+    now, outcomes = snapshot.clock, []
     unkillable = context.limits.unkillable
     for process in [process for process in unkillable if not identity.is_alive(process)]:
         del unkillable[process]

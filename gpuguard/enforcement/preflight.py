@@ -97,11 +97,11 @@ class ActionContext:
     pauses: Pauses | None = None  # keeps the pauses that the guard must end; None if a person ends them
     alarm: tuple[str, ...] = ()  # targets of the notifier for alarms that no policy has foreseen
 
-    def has_turn(self, verdict: Verdict, process: ProcessIdentity) -> bool:
+    def has_turn(self, verdict: Verdict, process: ProcessTarget) -> bool:
         """Return whether *process* is meant for itself, or the step was taken on one of its job that is."""
-        if process not in identities(verdict.rest):
+        if not process.of_rest:
             return True
-        job, found = self.member(process).job, identities(verdict.finding.processes)
+        job, found = self.member(process.identity).job, identities(verdict.finding.processes)
         return any(self.limits.is_done(verdict, other) and self.member(other).job == job for other in found)
 
     def is_live(self, verdict: Verdict) -> bool:
@@ -119,6 +119,7 @@ class ProcessTarget:
     devices: tuple[str, ...]  # uuids of those on which the sample has it
     user: str | None = None
     memory_used: int | None = None  # bytes on the first of them
+    of_rest: bool = False  # no rule has found it: it ends with others of its job, see Verdict.rest
 
     @property
     def identity(self) -> tuple[int, float]:
@@ -146,7 +147,7 @@ class Preflight:
     failed: tuple[FailedCheck, ...] = ()  # the reasons against acting
     ended: bool = False  # the process is over
 
-    @property
+    @cached_property
     def live(self) -> bool:
         """Whether this is more than a dry run."""
         return self.context.is_live(self.verdict)
@@ -220,9 +221,9 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
     wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
     if subject.kind == "process" and subject.pid is not None:
         wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
-    wanted += [(row.pid, row.start_time, row.uid, row.user) for row in verdict.rest]
+    rest = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.rest]
     found = []
-    for pid, started, uid, user in dict.fromkeys(wanted):
+    for pid, started, uid, user in dict.fromkeys((*wanted, *rest)):
         rows = {
             device.uuid: row
             for device in snapshot.devices
@@ -231,7 +232,8 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
         }
         named = [subject.device] if subject.device and (pid, started) == (subject.pid, subject.start_time) else []
         memory = next((row.memory_used for row in rows.values()), None)
-        found.append(ProcessTarget(pid, started, uid, tuple(dict.fromkeys([*named, *rows])), user, memory))
+        devices, of_rest = tuple(dict.fromkeys([*named, *rows])), (pid, started, uid, user) not in wanted
+        found.append(ProcessTarget(pid, started, uid, devices, user, memory, of_rest))
     return tuple(found)
 
 
