@@ -203,7 +203,7 @@ class Watchdog:
                 isolate=self._isolate,
             )
             self._judged_by = rules
-        is_new = before is None or before.clock != self._view.clock
+        is_new = before is None or before.snapshot.clock != snapshot.clock
         if is_new and any(note.kind == "resampling" for note in judgement.notes):
             self._drop(self._pending)  # steps that waited through a pause without samples have no reason any more
         self._act(judgement.verdicts, rules)

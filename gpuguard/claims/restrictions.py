@@ -253,11 +253,11 @@ def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str
         try:
             for restriction in [restriction for restriction in _read(files, kind) if not restriction.is_over(now)]:
                 extend(restrictions, restriction)
+        except (FileNotFoundError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
+            continue
         except OSError as error:
             if shortage(error):  # the file exists: it would be overlooked now, and lost at the next change
                 raise
-        except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
-            continue
     return restrictions
 
 

@@ -106,9 +106,11 @@ def facts_of(pid: int, drivers: DriverNodes = ()) -> ProcessFacts | None:
     uses_driver, hides = _uses_driver(pid, drivers)
     foreign_code = _in_time(pid, "code", _foreign_code) if _is_one_of(SYSTEM_PROGRAMS, executable) else None
     try:
+        uids = [int(word) for word in status["Uid"].split()]
+        owners = {uid: certain_owner(uid) for uid in set(uids)}
         return ProcessFacts(
             start_time=now.start_time,
-            uids=tuple(certain_owner(int(word)) for word in status["Uid"].split()),
+            uids=tuple(owners[uid] for uid in uids),
             group=now.group,
             terminal=now.terminal,
             tracer=int(status["TracerPid"]),
