@@ -19,7 +19,7 @@ from nodes import beginning_with, change, eventually, start
 from proc import runs
 
 from gpuguard import __main__ as program
-from gpuguard import cli
+from gpuguard import cli, procfs
 from gpuguard.backends import client, open_backend, spawn, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
@@ -202,17 +202,17 @@ def test_only_a_device_whose_mark_stays_too_long_is_blamed(silent, monkeypatch, 
 
     monkeypatch.setattr(spawn, "read_mark", read_mark)
 
-    assert client._overdue(silent, 0.01) == (9, begun)
+    assert silent.overdue(0.01) == (9, begun)
 
 
 def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(silent, monkeypatch):
-    monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
+    monkeypatch.setattr(spawn, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
     runnable = SimpleNamespace(state="R")
-    monkeypatch.setattr(client, "stat_of", lambda pid: asked.append(pid) or runnable)
+    monkeypatch.setattr(procfs, "stat_of", lambda pid: asked.append(pid) or runnable)
     spawn.write_mark(silent.mark, 4)
     begun = time.monotonic()
-    late = client._overdue(silent, 0.01)
+    late = silent.overdue(0.01)
 
     assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent.process.pid})
 
@@ -220,9 +220,9 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(silent, monkeypatch):
 def test_an_answer_that_comes_at_the_last_moment_counts(silent: spawn.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     spawn.write_mark(silent.mark, 0)
     runnable = SimpleNamespace(state="R")
-    monkeypatch.setattr(client, "stat_of", lambda pid: spawn.send(silent.requests, ("ready",)) or runnable)
+    monkeypatch.setattr(procfs, "stat_of", lambda pid: spawn.send(silent.requests, ("ready",)) or runnable)
 
-    assert client._overdue(silent, 0.01) is None
+    assert silent.overdue(0.01) is None
 
 
 @pytest.mark.parametrize("hang", [False, True])

@@ -7,7 +7,6 @@ read devices itself: see worker, and nvml, simulated.
 
 from __future__ import annotations
 
-import select
 import subprocess
 import time
 from contextlib import suppress
@@ -19,7 +18,6 @@ from gpuguard.backends import RECORDED, auto, is_simulated, parts_of, spawn
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
-from gpuguard.procfs import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -32,7 +30,6 @@ INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up
 SLOW_SECONDS = 2.0  # after which on_slow is called
 DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs, so that a sample of eight dead ones still comes within 5 s
-STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
 DEVICE_RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
 
 _SILENT = sentence("driver.silent", "a driver call did not come back")
@@ -107,7 +104,7 @@ class WorkerBackend:
             try:
                 self._send_request(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
-            except _Stuck as stuck:
+            except spawn.Stuck as stuck:
                 self._abandon()
                 if suspect is not None and stuck.index is not None:
                     del self._skip[suspect]
@@ -150,9 +147,8 @@ class WorkerBackend:
         if self._channel and not self._channel.is_open:  # we were forked, so it is our parent's
             self._channel, self._ready, self._sent = None, False, {}
         channel = self._channel = self._channel or self._started()
-        spawn.write_mark(channel.mark, None)
         try:
-            spawn.send(channel.requests, request)
+            channel.send(request)
         except BrokenPipeError:
             if self._ready:  # it ended between two requests, which is no fault of this one: a new worker answers
                 self._abandon()
@@ -174,19 +170,19 @@ class WorkerBackend:
 
     def _await_ready(self, channel: spawn.Channel) -> None:
         try:
-            if _overdue(channel, SLOW_SECONDS):
+            if channel.overdue(SLOW_SECONDS):
                 if self._on_slow:
                     self._on_slow(
                         _("the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ...")
                     )
-                if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
+                if channel.overdue(INIT_SECONDS - SLOW_SECONDS):
                     reason = sentence(
                         "worker.not_initialised",
                         "the driver did not initialise within {seconds} s",
                         seconds=f"{INIT_SECONDS:.0f}",
                     )
                     raise _unresponsive(reason)
-            reply = spawn.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
+            reply = channel.receive(INIT_SECONDS)
             if reply is None:
                 text = sentence(
                     "worker.crashed_early", "the driver library crashed while it initialised.  Try `nvidia-smi`."
@@ -196,7 +192,7 @@ class WorkerBackend:
             self._version = str(reply[1]) if reply[1:] else ""
             if self._version != __version__ and (self._same_version or not self._version):
                 raise self._installed_anew()
-        except _Stuck as stuck:
+        except spawn.Stuck as stuck:
             self._abandon()
             raise _unresponsive(stuck.reason) from None
         except errors.GpuguardError:
@@ -207,10 +203,11 @@ class WorkerBackend:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        reply = spawn.receive(channel.replies, lambda: _in_time(channel, seconds))
+        reply = channel.receive(seconds)
         if reply is None:
             index, _ = spawn.read_mark(channel.mark)
-            raise _Stuck(index, sentence("worker.crashed", "the driver library crashed ({where})", where=_where(index)))
+            where = spawn.where(index)
+            raise spawn.Stuck(index, sentence("worker.crashed", "the driver library crashed ({where})", where=where))
         _raise_error(reply)
         _snapshot, packed, *ids = reply  # a worker of before an upgrade sends none
         if self._version == __version__:
@@ -246,53 +243,9 @@ class WorkerBackend:
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
 
 
-class _Stuck(Exception):
-    """The worker fell silent or died while it read device *index*."""
-
-    def __init__(self, index: int | None, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
-        self.reason = reason
-
-
 def _unresponsive(reason: str) -> errors.DriverUnresponsive:
     text = sentence("worker.unresponsive", "{reason}.  Try `nvidia-smi`; if it hangs too, reboot.", reason=reason)
     return errors.DriverUnresponsive(translated(text))
-
-
-def _overdue(channel: spawn.Channel, seconds: float) -> spawn.Mark | None:
-    """Return the mark of what takes longer than *seconds*, or None as soon as the worker answers or has ended.
-
-    The time in which the worker waits for a CPU does not count: see STARVED_SECONDS.
-    """
-    poll = select.poll()
-    poll.register(channel.replies, select.POLLIN)
-    late: spawn.Mark | None = None
-    starved_until, pause = 0.0, seconds
-    while not poll.poll(pause * 1000):
-        mark, now = spawn.read_mark(channel.mark), time.monotonic()
-        if (left := mark[1] + seconds - now) > 0:
-            pause = min(left, seconds)  # no longer, in case the mark was read half
-        elif mark != late:
-            late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
-        elif now < starved_until and (stat := stat_of(channel.process.pid)) and stat.state == "R":
-            pause = 0.2
-        elif spawn.read_mark(channel.mark) == mark:  # otherwise it goes on with another device
-            return None if poll.poll(0) else mark
-    return None
-
-
-def _in_time(channel: spawn.Channel, seconds: float) -> None:
-    # Called before each piece of a reply: text that a library has printed is there at once, and may be all that comes.
-    if late := _overdue(channel, seconds):
-        where = _where(late[0])
-        raise _Stuck(late[0], sentence("driver.silent_at", "a driver call did not come back ({where})", where=where))
-
-
-def _where(index: int | None) -> str:
-    if index is None:
-        return sentence("driver.itself", "the driver")
-    return sentence("driver.device", "device {index}", index=index)
 
 
 def _raise_error(reply: tuple[object, ...]) -> None:

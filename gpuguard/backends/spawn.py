@@ -1,8 +1,8 @@
-"""How a worker is started and ended: a fresh interpreter, safe beside threads, CUDA and whatever else is loaded here.
+"""How a worker is started, asked and ended: a fresh interpreter, safe beside threads, CUDA and all that is loaded here.
 
 The worker inherits nothing but its pipes and does not join the client's process group.  `gpuguard run` starts it before
 most of its own modules are loaded, so this module imports little.  worker says what the worker does; client says what
-is asked of it.
+is asked of it, and what follows when it is stuck.
 
 Messages travel in frames: a 4-byte length and a marshal of a tuple.  The device that is being read is not sent in a
 frame, because each frame would wake the client.  It is written into a file in memory instead, which the client reads
@@ -14,10 +14,12 @@ from __future__ import annotations
 import atexit
 import marshal
 import os
+import select
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize
 
@@ -25,12 +27,14 @@ from gpuguard import capabilities
 from gpuguard.errors import BackendError
 from gpuguard.files import close_all
 from gpuguard.locale import _
+from gpuguard.locale.messages import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
 LONGEST = 2**26  # bytes of a frame: any four letters, read as a length, are more
+STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
 LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
 Descriptors = tuple["finalize[..., Any]", "finalize[..., Any]"]  # one closes what ends the worker, one closes the rest
@@ -73,10 +77,70 @@ class Channel:
         """Whether this process can use the channel: a forked child cannot."""
         return bool(self._close.alive)
 
+    def send(self, request: tuple[object, ...]) -> None:
+        """Send a request.  Raises BrokenPipeError if the worker has ended."""
+        write_mark(self.mark, None)
+        send(self.requests, request)
+
+    def receive(self, seconds: float) -> Any:
+        """Return the next answer, or None as receive() does.  Raises Stuck if a driver call takes over *seconds*."""
+        return receive(self.replies, partial(self._await_piece, seconds))
+
+    def _await_piece(self, seconds: float) -> None:
+        # Called before each piece of an answer: text that a library has printed is there at once, and may be all that
+        # comes.
+        if late := self.overdue(seconds):
+            place = where(late[0])
+            raise Stuck(late[0], sentence("driver.silent_at", "a driver call did not come back ({where})", where=place))
+
+    def overdue(self, seconds: float) -> Mark | None:
+        """Return the mark of what takes longer than *seconds*, or None as soon as the worker answers or has ended.
+
+        The time in which the worker waits for a CPU does not count: see STARVED_SECONDS.
+        """
+        poll = select.poll()
+        poll.register(self.replies, select.POLLIN)
+        late: Mark | None = None
+        starved_until, pause = 0.0, seconds
+        while not poll.poll(pause * 1000):
+            mark, now = read_mark(self.mark), time.monotonic()
+            if (left := mark[1] + seconds - now) > 0:
+                pause = min(left, seconds)  # no longer, in case the mark was read half
+            elif mark != late:
+                late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
+            elif now < starved_until and _is_runnable(self.process.pid):
+                pause = 0.2
+            elif read_mark(self.mark) == mark:  # otherwise it goes on with another device
+                return None if poll.poll(0) else mark
+        return None
+
     def close(self) -> None:
         """End the worker, unless it hangs in the driver; reap() collects it."""
         self._close()
         self._end()
+
+
+class Stuck(Exception):
+    """The worker fell silent or died while it read device *index*, or the driver itself if that is None."""
+
+    def __init__(self, index: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        self.reason = reason
+
+
+def where(index: int | None) -> str:
+    """Return what the worker read when it marked *index*, in words."""
+    if index is None:
+        return sentence("driver.itself", "the driver")
+    return sentence("driver.device", "device {index}", index=index)
+
+
+def _is_runnable(pid: int) -> bool:
+    from gpuguard.procfs import stat_of  # over 10 ms, by which the first worker would start later
+
+    stat = stat_of(pid)
+    return stat is not None and stat.state == "R"
 
 
 def reap() -> None:
