@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -21,7 +21,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
 from gpuguard.policies.action_kinds import DISRUPTIVE, ENDING_ACTIONS
 from gpuguard.policies.engine import EFFECT_SECONDS
-from gpuguard.policies.jobs import JobMember, alone, jobs_of
+from gpuguard.policies.jobs import JobMember, Jobs, alone, jobs_of
 from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_id
 
@@ -135,36 +135,36 @@ class ActionLimits:
         """
         lately = [past for past in self.past if past.live == action.live and 0 <= action.clock - past.clock < HOUR]
         disruptive = [past for past in lately if past.action in DISRUPTIVE]
-        found = [self._rate(lately, action)]
+        jobs = jobs_of((*(past.member for past in lately), action.member))
+        found = [self._rate(lately, action, jobs)]
         if action.action in ENDING_ACTIONS:
-            found.append(self._victims([past for past in lately if past.action in ENDING_ACTIONS], action))
+            found.append(self._victims([past for past in lately if past.action in ENDING_ACTIONS], action, jobs))
         if action.action in DISRUPTIVE:
-            found += [_busy_device(disruptive, action, effect_seen), _restart_loop(disruptive, action)]
+            found += [_busy_device(disruptive, action, jobs, effect_seen), _restart_loop(disruptive, action)]
         found += [_repetition(lately, action), self._escalation(action), self._unkillable(lately, action)]
         return filter(None, found)
 
-    def _rate(self, lately: list[PastAction], action: PastAction) -> FailedCheck | None:
+    def _rate(self, lately: list[PastAction], action: PastAction, jobs: Jobs) -> FailedCheck | None:
         """Check the limit per minute.  A job counts by its first signal in it, so that it is never hit by halves."""
-        minute = [past for past in lately if action.clock - past.clock < 60]
-        jobs = _jobs(minute, action)
-        if jobs.knows(action) or len(jobs.begun) < self.per_minute:
+        begun = _begun([past for past in lately if action.clock - past.clock < 60], jobs)
+        if jobs[action.member] in begun or len(begun) < self.per_minute:
             return None
-        wait = sorted(jobs.begun.values())[-self.per_minute] + 60 - action.clock
+        wait = sorted(begun.values())[-self.per_minute] + 60 - action.clock
         text = sentence(
             "limits.jobs_per_minute", "{count} jobs signalled in one minute are the most", count=self.per_minute
         )
         return FailedCheck("rate", text, wait)
 
-    def _victims(self, ended: list[PastAction], action: PastAction) -> FailedCheck | None:
+    def _victims(self, ended: list[PastAction], action: PastAction, jobs: Jobs) -> FailedCheck | None:
         """Check the limit per hour and, within it, that of each user: as many jobs as are then left for the others.
 
         Users who let small jobs of their own be ended thereby use up only their own part of the hour: one user 5 of
         10, and another one 3 of the 5 that are left.
         """
-        jobs = _jobs(ended, action)
-        left = self.per_hour - len(jobs.begun)
-        own = len({job for past in ended if past.uid == action.uid and (job := jobs.of[past.member])})
-        if jobs.knows(action) or own < left:
+        begun = _begun(ended, jobs)
+        left = self.per_hour - len(begun)
+        own = len({jobs[past.member] for past in ended if past.uid == action.uid})
+        if jobs[action.member] in begun or own < left:
             return None
         text = sentence("limits.jobs_per_hour", "{count} jobs ended in one hour are the most", count=self.per_hour)
         if left > 0:
@@ -176,7 +176,7 @@ class ActionLimits:
                 left=left,
                 own=own,
             )
-        return FailedCheck("victims", text, min(jobs.begun.values()) + HOUR - action.clock)
+        return FailedCheck("victims", text, min(begun.values()) + HOUR - action.clock)
 
     def _escalation(self, action: PastAction) -> FailedCheck | None:
         if action.action != "kill":
@@ -206,33 +206,20 @@ class ActionLimits:
         return None
 
 
-@dataclass(frozen=True)
-class _Jobs:
-    """The jobs that some actions were done to."""
-
-    of: Mapping[JobMember, str]
-    begun: Mapping[str, float]  # the clock of the first action on each
-
-    def knows(self, action: PastAction) -> bool:
-        """Return whether something was already done to the job of *action*."""
-        return self.of[action.member] in self.begun
-
-
-def _jobs(done: Iterable[PastAction], action: PastAction) -> _Jobs:
-    of = jobs_of((*(past.member for past in done), action.member))
+def _begun(done: Iterable[PastAction], jobs: Jobs) -> dict[str, float]:
+    """Return the clock of the first of the actions *done* to each job."""
     begun: dict[str, float] = {}
     for past in done:
-        job = of[past.member]
+        job = jobs[past.member]
         begun[job] = min(past.clock, begun.get(job, past.clock))
-    return _Jobs(of, begun)
+    return begun
 
 
 def _busy_device(
-    disruptive: Iterable[PastAction], action: PastAction, effect_seen: Callable[[PastAction], bool]
+    disruptive: Iterable[PastAction], action: PastAction, jobs: Jobs, effect_seen: Callable[[PastAction], bool]
 ) -> FailedCheck | None:
-    jobs = _jobs(disruptive, action)
     for past in disruptive:
-        if jobs.of[past.member] == jobs.of[action.member] or set(action.devices).isdisjoint(past.devices):
+        if jobs[past.member] == jobs[action.member] or set(action.devices).isdisjoint(past.devices):
             continue
         age, pid = action.clock - past.clock, past.process[0]
         if age < BETWEEN_ACTIONS:

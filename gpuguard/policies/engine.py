@@ -25,7 +25,7 @@ from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES, WHOLE
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.jobs import JobMember, identities, jobs_of, member_of
+from gpuguard.policies.jobs import JobMember, Jobs, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
     KILL_AFTER,
@@ -770,8 +770,6 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
         allowed.append(step)
     return allowed, notes
 
-
-Jobs = Mapping[JobMember, str]  # the job of each process, by a name for it
 
 # The order of jobs, as a number from the rows of a job's processes and from its devices: the lowest comes first.  A job
 # is as new as its newest process and as old as its oldest one, so that no user moves a job out of the way by adding

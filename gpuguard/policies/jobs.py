@@ -10,7 +10,7 @@ Where a rule finds a part of a claimed job, all of it ends.  Without a claim no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,6 +33,9 @@ class JobMember:
         """Whether both are known to belong to one job."""
         together = abs(self.process[1] - other.process[1]) <= TOGETHER_SECONDS
         return self.job == other.job or (together and self.launch == other.launch != "")
+
+
+Jobs = Mapping[JobMember, str]  # the job of each process, by a name for it
 
 
 def alone(process: ProcessIdentity) -> JobMember:
@@ -61,7 +64,7 @@ def identities(processes: Iterable[GpuProcess]) -> frozenset[ProcessIdentity]:
     return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
 
 
-def jobs_of(members: Iterable[JobMember]) -> dict[JobMember, str]:
+def jobs_of(members: Iterable[JobMember]) -> Jobs:
     """Return what stands for the job of each of *members*, the same text for all members of one job."""
     jobs = {member: member.job for member in members}
     merged: dict[str, str] = {}
