@@ -22,7 +22,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpuguard.locale import _, ngettext
 from gpuguard.model import HEALTH, MODEL, Device
-from gpuguard.vendors import AMD, INTEL, MTHREADS, NVIDIA, UUID_PREFIXES, VENDORS, Vendor, names_instance, vendor_of
+from gpuguard.vendors import (
+    AMD,
+    INTEL,
+    MTHREADS,
+    NVIDIA,
+    UUID_PREFIXES,
+    VENDORS,
+    Vendor,
+    names_instance,
+    vendor_of,
+    vendors_of,
+)
 
 Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
 
@@ -78,7 +89,7 @@ def renumbered(devices: Sequence[Device], *, by_uuid: bool = False) -> dict[str,
 def groups_needed(environ: Mapping[str, str], devices: Iterable[Device]) -> frozenset[str]:
     """Return the groups of fields without which the lists in *environ* could mean other ones of these devices."""
     groups = set()
-    for vendor in {device.vendor: vendor_of(device) for device in devices}.values():
+    for vendor in vendors_of(devices):
         if not environ.keys().isdisjoint((vendor.visible, *vendor.filters, vendor.selector)):
             groups |= _GROUPS.get(vendor.name, set())
     return frozenset(groups)
@@ -112,7 +123,7 @@ def devices_called(names: Sequence[str], environ: Mapping[str, str], devices: Se
     by which the vendor's programs count, and not ours.
     """
     text = ",".join(names)
-    present = [vendor for vendor in VENDORS.values() if any(device.vendor == vendor.name for device in devices)]
+    present = vendors_of(devices)
     vendor = next((vendor for vendor in present if text in _lists_in(environ, vendor)), None)
     if vendor is None:
         vendor = (present or [NVIDIA])[0]

@@ -24,7 +24,7 @@ from functools import partial
 from gpuguard.clusters.device_lists import Opinion, entries, listed_devices, variables
 from gpuguard.locale import _
 from gpuguard.model import Device
-from gpuguard.vendors import NVIDIA, VENDORS, Vendor
+from gpuguard.vendors import NVIDIA, VENDORS, Vendor, vendors_of
 
 SLURM_VARIABLES = (NVIDIA.visible, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 _MOST = 1024  # GPUs of a node
@@ -47,10 +47,10 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     The uuid of a MIG instance is believed even if *devices* do not contain it (its GPU was not divided yet when it
     was sampled), and a GPU that is allowed allows its instances.
     """
-    containers: list[Source] = [partial(container_devices, vendor=vendor) for vendor in _present(devices)]
+    containers: list[Source] = [partial(container_devices, vendor=vendor) for vendor in vendors_of(devices)]
     sources: list[Source] = [*_lists_of(devices), *containers, job_devices]
     if "SLURM_JOB_ID" in environ:
-        for vendor in _present(devices):
+        for vendor in vendors_of(devices):
             environ = _of_whole_machine(environ, devices, vendor)
         sources.insert(1, slurm_devices)
     opinion = _agreed(environ, devices, sources)
@@ -68,13 +68,8 @@ def is_restricted(environ: Mapping[str, str], vendors: Iterable[Vendor] = tuple(
     return any(vendor.visible in environ for vendor in vendors)
 
 
-def _present(devices: Iterable[Device]) -> list[Vendor]:
-    names = {device.vendor for device in devices} or {NVIDIA.name}
-    return [vendor for vendor in VENDORS.values() if vendor.name in names]
-
-
 def _lists_of(devices: Sequence[Device]) -> list[Source]:
-    return [partial(listed_devices, vendor=vendor) for vendor in _present(devices)]
+    return [partial(listed_devices, vendor=vendor) for vendor in vendors_of(devices)]
 
 
 def _agreed(environ: Mapping[str, str], devices: Sequence[Device], sources: Iterable[Source]) -> Opinion | None:
@@ -126,7 +121,7 @@ def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
 def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
     """Return what a Slurm job was given, or None (no opinion) if the vendor's variable says it."""
     job = environ["SLURM_JOB_ID"]
-    if not job or is_restricted(environ, _present(devices)):
+    if not job or is_restricted(environ, vendors_of(devices)):
         return None
     variable = next((name for name in SLURM_VARIABLES if name in environ), None)
     if variable is None:
