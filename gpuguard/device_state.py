@@ -131,6 +131,17 @@ def hides_use(device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
     return unlisted is not None and unlisted > idle_limit(device, tolerance)
 
 
+def hiding_use(devices: Sequence[Device], tolerance: int = IDLE_TOLERANCE) -> frozenset[str]:
+    """Return the uuids of the *devices* of which hides_use() is true."""
+    return frozenset(device.uuid for device in devices if hides_use(device, tolerance))
+
+
+def almost_empty(devices: Sequence[Device], tolerance: int = IDLE_TOLERANCE) -> frozenset[str]:
+    """Return the uuids of the *devices* on which no more memory is known to be in use than an idle device may hold."""
+    known = [(device.memory_used, device) for device in devices if device.memory_used is not None]
+    return frozenset(device.uuid for used, device in known if used <= idle_limit(device, tolerance))
+
+
 def is_idle(device: Device) -> bool:
     """Return whether the utilization of *device* is known to be next to nothing."""
     return device.utilization is not None and device.utilization < IDLE_BELOW

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpuguard.device_state import (
     desktop_limit,
-    hides_use,
+    hiding_use,
     idle_limit,
     instances_title,
     may_compute,
@@ -103,6 +103,7 @@ class Terms:
     preferred: Mapping[str, int]  # uuid -> position in the list, 0 is the best
     instances: Mapping[str, int]  # uuid of a divided GPU -> how many instances
     sharing: Mapping[str, Sharing]  # uuid -> the claims that share the device, if it is shared
+    hidden: frozenset[str]  # uuids of devices of which processes that are not listed use more than is tolerated
 
     def sharing_of(self, device: Device) -> Sharing:
         """Return the claims that share the device."""
@@ -125,6 +126,7 @@ def terms_of(
         {uuid: place for place, uuid in enumerate(preferred)},
         {uuid: parents.count(uuid) for uuid in parents},
         sharing or {},
+        hiding_use(devices, request.tolerance),
     )
 
 
@@ -151,7 +153,7 @@ def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
     """Return whether others may use it, whether its process list is unreadable, and how many of theirs are known."""
     request, others = terms.request, len(_others_on(device, terms))
     # Hidden use is a reason for refusal unless the request allows processes there, so it matters here only then.
-    hidden = bool(request.max_processes) and hides_use(device, request.tolerance)
+    hidden = bool(request.max_processes) and device.uuid in terms.hidden
     return bool(others) or device.memory_used is None or hidden, _has_no_list(device, terms), others
 
 
@@ -250,7 +252,7 @@ def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
             "MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)",
         )
         yield Reason(text, True)
-    elif is_lone(device) and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
+    elif _is_lone(device) and terms.request.num_gpus > 1 and not terms.request.takes_mig_set:
         text = sentence(
             "refused.lone_instance", "a MIG instance: one process can use only one ({mig_set})", mig_set=MIG_SET
         )
@@ -374,7 +376,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
             )
             fields = ("processes", "memory_used")
             yield Reason(text, all((gap := _gap(device, field, terms)) and gap.is_lasting for field in fields))
-    elif not allowed and hides_use(device, request.tolerance):
+    elif not allowed and device.uuid in terms.hidden:
         yield Reason(_in_use(device, terms), False, "--tolerance")
 
 
@@ -437,8 +439,12 @@ def _use_is_hidden(device: Device, terms: Terms) -> Reason | None:
     return Reason(text, True)
 
 
-def is_lone(device: Device) -> bool:
-    """Return whether *device* is an instance of which a process can use only one."""
+def usable_with_others(devices: Sequence[Device]) -> list[Device]:
+    """Return *devices* without the instances of which a process can use only one."""
+    return [device for device in devices if not _is_lone(device)]
+
+
+def _is_lone(device: Device) -> bool:
     return device.parent_uuid is not None and not vendor_of(device).partitions
 
 

@@ -16,14 +16,13 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title, idle_limit, instances_title
+from gpuguard.device_state import almost_empty, device_title, instances_title
 from gpuguard.eligibility import (
     MIG_SET,
     Refusal,
     Sharing,
     Terms,
     capacity,
-    is_lone,
     is_one_of_models,
     is_share_of,
     memory_left,
@@ -31,6 +30,7 @@ from gpuguard.eligibility import (
     refusals,
     shown,
     terms_of,
+    usable_with_others,
 )
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.locale import _, translated
@@ -89,7 +89,8 @@ def choose(
     refused_uuids = {refusal.device.uuid for refusal in refused}
     eligible = [device for device in snapshot.devices if device.uuid not in refused_uuids]
     nodes = Counter(device.numa_node for device in eligible)
-    tiers = {device.uuid: _tier(device, terms, nodes) for device in eligible}
+    empty = almost_empty(eligible, request.tolerance)
+    tiers = {device.uuid: _tier(device, terms, nodes, is_empty=device.uuid in empty) for device in eligible}
     eligible.sort(key=lambda device: (tiers[device.uuid], _tie(device)))
     usable = _usable(eligible, request)
     wanted = min(request.most, len(usable)) if len(usable) >= request.num_gpus else 0
@@ -208,7 +209,7 @@ def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = No
 
 def instances_note(devices: Sequence[Device], request: Request) -> str | None:
     """Return a note on a claim of several MIG instances, or None if it is none, or if the request allows several."""
-    if request.allow_mig_set or len(devices) < 2 or not all(map(is_lone, devices)):
+    if request.allow_mig_set or len(devices) < 2 or usable_with_others(devices):
         return None
     return _(
         "these are {devices} MIG instances, of which one process can use only one: start one process "
@@ -271,7 +272,7 @@ def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     if request.most == 1:
         return devices
     if not request.takes_mig_set:  # one instance at most, for a request for one device or more
-        devices = [device for device in devices if not is_lone(device)] or devices[:1]
+        devices = usable_with_others(devices) or devices[:1]
     return usable_together(devices, request.num_gpus)
 
 
@@ -280,12 +281,12 @@ def _lone_instances(choice: Choice) -> int:
     return sum({reason.option for reason in refusal.reasons} == {MIG_SET} for refusal in choice.refused)
 
 
-def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
+def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int], *, is_empty: bool) -> tuple[float, ...]:
     """Return a device's tier: devices of one tier are equally good for this request, and smaller is better.
 
-    *nodes* counts the eligible devices of each NUMA node.
+    *nodes* counts the eligible devices of each NUMA node; *is_empty* is whether no more is in use than on an idle one.
     """
-    request, used, free = terms.request, device.memory_used, device.memory_free
+    request, free = terms.request, device.memory_free
     of_host, last = bool(device.memory_shared_with_host), len(terms.preferred)
     preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
     # The memory of a host is large, and slow beside a GPU's own.
@@ -301,8 +302,7 @@ def _tier(device: Device, terms: Terms, nodes: Mapping[int | None, int]) -> tupl
         return *first, *(in_pack if request.strategy == "pack" else spread)
     # The memory in use on an idle device differs by some MiB from day to day.  Such a device counts as empty, so that
     # noise never decides.
-    is_empty = used is not None and used <= idle_limit(device, request.tolerance) and not of_host
-    room = ((device.memory_total if is_empty else None) or free or 0) // _GRAIN
+    room = ((device.memory_total if is_empty and not of_host else None) or free or 0) // _GRAIN
     if request.strategy == "pack":
         crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
         return *first, room, *load, crowd

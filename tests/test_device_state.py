@@ -312,7 +312,10 @@ def test_who_and_top_say_of_a_process_that_it_has_ended():
 
 SECOND_COPIES = [
     ("gpuguard.eligibility.occupants", lambda device, *_: tuple(p for p in device.processes or () if p.kind != "mps")),
-    ("gpuguard.eligibility.hides_use", lambda device, *_: (device.memory_used or 0) > 512 * MIB),
+    (
+        "gpuguard.eligibility.hiding_use",
+        lambda devices, *_: {d.uuid for d in devices if (d.memory_used or 0) > 512 * MIB},
+    ),
     ("gpuguard.metrics.families.computes", lambda process, _: process.kind != "graphics"),
     ("gpuguard.views.who.may_compute", lambda process, _: process.kind != "graphics"),
     ("gpuguard.policies.view.computes", lambda process, _: process.kind in ("compute", "mps")),
