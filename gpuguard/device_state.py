@@ -170,9 +170,10 @@ def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     return tuple([claim for claim in counted if not family.isdisjoint(claim.devices)])
 
 
-def claims_by_device(snapshot: Snapshot) -> dict[str, tuple[ClaimRecord, ...]]:
-    """Return claims_on() each device of *snapshot*, by uuid."""
-    return {device.uuid: claims_on(snapshot, device) for device in snapshot.devices}
+def claims_by_device(snapshot: Snapshot) -> dict[str, tuple[ClaimRecord, ...]] | None:
+    """Return claims_on() each device of *snapshot*, by uuid, or None if not all claims could be read."""
+    readable = claims_readable(snapshot)
+    return {device.uuid: claims_on(snapshot, device) for device in snapshot.devices} if readable else None
 
 
 def lock_identity(claim: ClaimRecord, *uuids: str | None) -> tuple[object, ...]:

@@ -10,10 +10,17 @@ from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pid
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.action_kinds import ON_PROCESSES
-from gpuguard.policies.engine import EngineMemory, EscalationState, evaluate, still_holds
+from gpuguard.policies.engine import (
+    EngineMemory,
+    EscalationState,
+    evaluate,
+    still_holds,
+    why_inapplicable,
+    worst_step,
+)
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.policy import KeptMark, Step, why_inapplicable, worst_step
+from gpuguard.policies.policy import KeptMark, Step
 from gpuguard.policies.thresholds import UtilizationRule
 from gpuguard.policies.view import HostUse, RuleView, process_subject
 

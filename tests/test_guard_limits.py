@@ -233,9 +233,9 @@ def test_an_action_is_remembered_for_an_hour():
 def test_a_verdict_is_done_for_a_process_and_a_refusal_is_worth_one_line():
     limits = ActionLimits()
     verdict, like_it = (a_verdict(Finding("memory", Subject("device"), "")) for _ in range(2))
-    limits.record_done(verdict, (1, 100.0))
-    assert limits.is_done(verdict, (1, 100.0))
-    assert not limits.is_done(verdict, (1, 101.0)) and not limits.is_done(like_it, (1, 100.0))
+    limits.record(done := an_action(1), verdict)
+    assert limits.is_done(verdict, done.process)
+    assert not limits.is_done(verdict, (1, 101.0)) and not limits.is_done(like_it, done.process)
 
     why = [limits.refused_anew("key", why) for why in ("a", "a", "b", "a")]
     assert why == [True, False, True, True] and limits.refused_anew("other", "a")

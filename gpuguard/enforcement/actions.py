@@ -498,7 +498,7 @@ def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[A
     if action.on_process:
         outcomes = []
         for process in preflight.targets(verdict, snapshot):
-            if not context.has_turn(verdict, process):
+            if process.of_rest and not context.has_turn(verdict, process):
                 continue
             if context.limits.is_done(verdict, process.identity):
                 before = sentence("action.done_before", "it was done before")
@@ -562,9 +562,7 @@ def _announce(do: Callable[[Preflight], Result], target: Preflight) -> ActionOut
         )
         context.append(_event(verdict, "refused", process, late))
         return ActionOutcome("refused", late, pid, wait=0.0)
-    context.limits.record(action)
-    if process:
-        context.limits.record_done(verdict, process.identity)
+    context.limits.record(action, verdict)
     if not target.live:
         if verdict.action == "pause" and process and context.pauses:
             context.pauses.rehearse(_pause_of(target, process))

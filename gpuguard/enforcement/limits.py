@@ -84,8 +84,10 @@ class ActionLimits:
     _wanted: dict[object, float] = field(default_factory=dict)
     _refused: dict[object, object] = field(default_factory=dict)
 
-    def record(self, action: PastAction) -> None:
-        """Remember *action*."""
+    def record(self, action: PastAction, verdict: Verdict | None = None) -> None:
+        """Remember *action*, and the *verdict* that it was done for."""
+        if verdict is not None:
+            self._done.append((verdict, action.process))
         if action.action == "terminate":
             _shorten(self._asked_to_end)
             key = action.process, action.live
@@ -103,10 +105,6 @@ class ActionLimits:
         uids = {process.uid for process in processes} | {verdict.finding.subject.uid}
         lately = sum(past.uid in uids for past in self.past if past.uid is not None)
         return lately, -sum(process.memory_used or 0 for process in processes)
-
-    def record_done(self, verdict: Verdict, process: ProcessIdentity) -> None:
-        """Remember that *verdict* was carried out on *process*."""
-        self._done.append((verdict, process))
 
     def is_done(self, verdict: Verdict, process: ProcessIdentity) -> bool:
         """Return whether that very verdict was carried out on *process*.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpuguard.device_state import claims_by_device, claims_readable, lock_identity, may_compute
+from gpuguard.device_state import claims_by_device, lock_identity, may_compute
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessIdentity, Snapshot
 
 START_SLACK = 0.02  # seconds: start times and clocks are cut to ticks of 10 ms
@@ -48,13 +48,12 @@ class Arrivals:
 
     def look(self, snapshot: Snapshot) -> None:
         """Take in the next snapshot."""
-        readable = claims_readable(snapshot)
-        there = claims_by_device(snapshot) if readable else {}
+        there = claims_by_device(snapshot)
         claims: dict[_OnDevice, _FirstSight] = {}
         for device in snapshot.devices:
             known = self._lists.get(device.uuid)
             now = _listed(device, known, snapshot.clock)
-            for claim in there.get(device.uuid, ()):
+            for claim in there[device.uuid] if there else ():
                 on_device = lock_identity(claim, device.uuid, device.parent_uuid)
                 sight = self._claims.get(on_device) or _FirstSight(self._came(claim, snapshot))
                 if sight.there_first is None and now is not None:
@@ -64,7 +63,7 @@ class Arrivals:
                 claims[on_device] = sight
             if now is not None:
                 self._lists[device.uuid] = now
-        if readable:
+        if there is not None:
             # A claim that was another one meanwhile, or belonged to no known user, counts as new when it comes back.
             self._claims, self._knows_claims = claims, True
 

@@ -23,7 +23,16 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
-from gpuguard.policies.action_kinds import COUNTED, DESTRUCTIVE, DISRUPTIVE, HARMFUL, MESSAGES, WHOLE
+from gpuguard.policies.action_kinds import (
+    COUNTED,
+    DESTRUCTIVE,
+    DISRUPTIVE,
+    ENDING_ACTIONS,
+    HARMFUL,
+    MESSAGES,
+    ON_PROCESSES,
+    WHOLE,
+)
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.jobs import JobMember, Jobs, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
@@ -39,8 +48,6 @@ from gpuguard.policies.policy import (
     drop_protected,
     is_interactive,
     narrowed,
-    why_inapplicable,
-    worst_step,
 )
 from gpuguard.policies.view import (
     Evidence,
@@ -610,6 +617,32 @@ def _upcoming(policy: Policy, state: EscalationState, at: float | None = None) -
             coming.append((step.action, at))
             asked = at if step.action == "terminate" else asked
     return coming
+
+
+def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, float] | None:
+    """Return the one of *steps*, (action, when), that takes most from the user; if several take as much, the first."""
+    harmful = [step for step in steps if step[0] in HARMFUL]
+    return max(harmful, key=lambda step: (step[0] in ENDING_ACTIONS, step[0] in DESTRUCTIVE, -step[1]), default=None)
+
+
+_RELEASE_OF_PROCESSES = sentence("step.release_of_processes", "release is passed over: processes are meant")
+_RELEASE_WITHOUT_CLAIM = sentence("step.release_without_claim", "release is passed over: no claim is meant")
+
+
+def why_inapplicable(step: Step, finding: Finding) -> str | None:
+    """Return why a step is passed over because *finding* has nothing that it could act on, or None if it has."""
+    peopled = bool(finding.processes) or finding.subject.kind == "process"
+    if step.action in ON_PROCESSES and not peopled:
+        if finding.subject.kind != "claim":
+            return sentence("step.no_process", "{action} is passed over: no process is meant", action=step.action)
+        return sentence(
+            "step.claim_without_process",
+            "{action} is passed over: no process is meant (a claim is taken back by `release`)",
+            action=step.action,
+        )
+    if step.action == "release" and (peopled or finding.subject.claim is None):
+        return _RELEASE_OF_PROCESSES if peopled else _RELEASE_WITHOUT_CLAIM
+    return None
 
 
 NARROWEST_FIRST: tuple[SubjectKind, ...] = ("process", "claim", "device", "user", "node")

@@ -27,8 +27,7 @@ from gpuguard.model import (
     Subject,
     Verdict,
 )
-from gpuguard.policies.action_kinds import DESTRUCTIVE, ENDING_ACTIONS, HARMFUL, ON_PROCESSES
-from gpuguard.policies.view import Evidence, Rule, SampleIndex, interactive_use, reach_of
+from gpuguard.policies.view import Evidence, Rule, SampleIndex, reach_of
 from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
 from gpuguard.vendors import UUID_PREFIXES
 
@@ -257,32 +256,6 @@ def early_kills(steps: Iterable[tuple[str, float]]) -> Iterator[tuple[int, float
             yield number, since_terminate
         if action == "terminate":
             since_terminate = 0.0
-
-
-def worst_step(steps: Iterable[tuple[ActionName, float]]) -> tuple[ActionName, float] | None:
-    """Return the one of *steps*, (action, when), that takes most from the user; if several take as much, the first."""
-    harmful = [step for step in steps if step[0] in HARMFUL]
-    return max(harmful, key=lambda step: (step[0] in ENDING_ACTIONS, step[0] in DESTRUCTIVE, -step[1]), default=None)
-
-
-_RELEASE_OF_PROCESSES = sentence("step.release_of_processes", "release is passed over: processes are meant")
-_RELEASE_WITHOUT_CLAIM = sentence("step.release_without_claim", "release is passed over: no claim is meant")
-
-
-def why_inapplicable(step: Step, finding: Finding) -> str | None:
-    """Return why a step is passed over because *finding* has nothing that it could act on, or None if it has."""
-    peopled = bool(finding.processes) or finding.subject.kind == "process"
-    if step.action in ON_PROCESSES and not peopled:
-        if finding.subject.kind != "claim":
-            return sentence("step.no_process", "{action} is passed over: no process is meant", action=step.action)
-        return sentence(
-            "step.claim_without_process",
-            "{action} is passed over: no process is meant (a claim is taken back by `release`)",
-            action=step.action,
-        )
-    if step.action == "release" and (peopled or finding.subject.claim is None):
-        return _RELEASE_OF_PROCESSES if peopled else _RELEASE_WITHOUT_CLAIM
-    return None
 
 
 @dataclass(frozen=True)
@@ -727,6 +700,22 @@ def _least_age(claims: Iterable[ClaimRecord], index: SampleIndex, of_process: fl
             return None
         least = min(least, index.view.snapshot.taken_at - claim.since)
     return least
+
+
+_DEBUGGED = sentence("process.debugged", "being debugged")
+_NOTEBOOK, _ON_TERMINAL = sentence("process.notebook", "a notebook"), sentence("process.on_terminal", "on a terminal")
+
+
+def interactive_use(command: str, terminal: object, traced: object) -> str | None:
+    """Return in words how a person sits in front of a process, or None if none is known to.
+
+    *terminal* is the terminal that controls it and *traced* the debugger.  Either is false if there is none.
+    """
+    if traced:
+        return _DEBUGGED
+    if "ipykernel" in command:
+        return _NOTEBOOK
+    return _ON_TERMINAL if terminal else None
 
 
 def is_interactive(process: GpuProcess, index: SampleIndex) -> bool:

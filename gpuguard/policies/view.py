@@ -33,8 +33,6 @@ from gpuguard.model import ClaimRecord, Device, Finding, Gap, GpuProcess, Proces
 from gpuguard.policies.arrivals import Arrivals
 from gpuguard.units import Amount
 
-_DEBUGGED = sentence("process.debugged", "being debugged")
-_NOTEBOOK, _ON_TERMINAL = sentence("process.notebook", "a notebook"), sentence("process.on_terminal", "on a terminal")
 _GPU_MISSING = sentence("sample.gpu_missing", "the GPU is missing from the sample")
 _OF_HOST = sentence("driver.memory_of_host", "its memory is the host's")
 _NO_LIST = sentence("sample.no_process_list", "the driver gives no list of processes")
@@ -73,18 +71,6 @@ class MachineUse:
     memory: int | None = None  # total bytes
     cores: int | None = None
     users: Mapping[int, UserUse] = field(default_factory=dict)  # by uid; no accounts of the system
-
-
-def interactive_use(command: str, terminal: object, traced: object) -> str | None:
-    """Return in words how a person sits in front of a process, or None if none is known to.
-
-    *terminal* is the terminal that controls it and *traced* the debugger.  Either is false if there is none.
-    """
-    if traced:
-        return _DEBUGGED
-    if "ipykernel" in command:
-        return _NOTEBOOK
-    return _ON_TERMINAL if terminal else None
 
 
 @dataclass(frozen=True)
