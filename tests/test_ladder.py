@@ -400,8 +400,8 @@ class Weeks(RuleBasedStateMachine):
         assert stands <= {pid for _, pid in paused}, "nobody knows"
         assert self.reader.deeds == self.site.deeds, "the log tells other deeds"
         memory, pending = self.site.guard._memory, self.site.guard._pending
-        under = {(policy, at[2]) for policy, states in memory.states.items() for at in states}
-        cooling = {(policy, at[2]) for policy, at in memory.cooling} - {(policy, at[2]) for policy, at in pending}
+        under = {(policy, at.pid) for policy, states in memory.states.items() for at in states}
+        cooling = {(policy, at.pid) for policy, at in memory.cooling} - {(policy, at.pid) for policy, at in pending}
         if not (self.site.daemon._lost[0] or self.reader.missed):
             late = {pid for pid, _ in self.site.guard._pauses._unwritten}  # whose end is written within a minute
             assert self.reader.stopped - late == stands, "the log tells of others who stand"

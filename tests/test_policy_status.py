@@ -24,7 +24,6 @@ from gpuguard.policies.view import (
     ValueSeries,
     claim_subject,
     device_subject,
-    key_of,
     process_subject,
 )
 from gpuguard.views.policy import status_lines
@@ -275,7 +274,7 @@ def past_of(rule: Looks, *samples, **settings):
     return rule.seen[-1]
 
 
-DEVICE = key_of(device_subject(a_device()))
+DEVICE = device_subject(a_device())
 
 
 def test_a_rule_sees_the_values_that_it_asked_for_and_the_newest_among_them():
@@ -292,7 +291,7 @@ def test_unknown_is_no_sample_of_a_device_or_of_a_process():
 
     samples = [busy(i * 10, a_device(processes=(a_process(memory_used=used),))) for i, used in enumerate((GIB, None))]
     past = past_of(Looks((("memory_used", 60),)), *samples)
-    assert past[key_of(process_subject(a_device(), a_process())), "memory_used"] == [(10_000, GIB)]
+    assert past[process_subject(a_device(), a_process()), "memory_used"] == [(10_000, GIB)]
 
 
 def test_a_series_with_a_hole_starts_afresh():
@@ -302,7 +301,7 @@ def test_a_series_with_a_hole_starts_afresh():
     past = past_of(Looks((("utilization", 600),)), *samples)
 
     assert len(past[DEVICE, "utilization"]) == 1
-    assert len(past[key_of(device_subject(a_device(1))), "utilization"]) == 7
+    assert len(past[device_subject(a_device(1)), "utilization"]) == 7
 
 
 def test_after_a_pause_nothing_is_remembered():

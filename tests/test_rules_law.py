@@ -23,7 +23,7 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import ProcessesRule
-from gpuguard.policies.view import HostUse, Rule, RuleKind, RuleView, device_subject, key_of, process_subject
+from gpuguard.policies.view import HostUse, Rule, RuleKind, RuleView, device_subject, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 from gpuguard.watchdog import Watchdog
 
@@ -118,11 +118,11 @@ def quantities(text: str) -> set[float]:
 def test_a_rule_finds_the_same_when_it_is_asked_again_and_each_once_and_a_tick_later(rule):
     view = a_bad_day()
     findings = list(rule.check(view))
-    keys = [key_of(finding.subject) for finding in findings]
+    keys = [finding.subject for finding in findings]
 
     assert (list(rule.check(view)), view) == (findings, a_bad_day())
     assert len(keys) == len(set(keys))
-    assert {key_of(finding.subject) for finding in rule.check(a_bad_day(CLOCK + 1))} == set(keys)
+    assert {finding.subject for finding in rule.check(a_bad_day(CLOCK + 1))} == set(keys)
 
 
 @every_rule
@@ -259,7 +259,7 @@ def views(draw: st.DrawFn) -> RuleView:
     now = replace(a_snapshot(clock=600.0), devices=tuple(devices), claims=tuple(draw(st.lists(some_claim, max_size=3))))
     processes = [(device, process) for device in devices for process in device.processes or ()]
     subjects = [device_subject(device) for device in devices] + [process_subject(*each) for each in processes]
-    past = {(key_of(subject), field): draw(some_series) for subject in subjects for field in sorted(RECORDED)}
+    past = {(subject, field): draw(some_series) for subject in subjects for field in sorted(RECORDED)}
     numbers = st.none() | st.floats(0, 1e9)
     uses = st.builds(HostUse, cpu=numbers, network=numbers)
     host = {(process.pid, process.start_time or 0.0): draw(uses) for _, process in processes}

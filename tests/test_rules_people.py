@@ -27,7 +27,7 @@ from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import HostUse, device_subject, key_of
+from gpuguard.policies.view import HostUse, device_subject
 from gpuguard.units import parse_device_amount
 
 HOUR = 3600.0
@@ -312,7 +312,7 @@ def test_a_process_that_runs_for_too_long_is_found():
 
 
 def a_past(device: Device, *used: tuple[float, float]):
-    return {(key_of(device_subject(device)), "memory_used"): used}
+    return {(device_subject(device), "memory_used"): used}
 
 
 EMPTY = [(10_000.0 - seconds, 4.0 * MIB) for seconds in range(7200, -1, -60)]

@@ -53,7 +53,6 @@ from gpuguard.policies.view import (
     covers,
     device_subject,
     index_sample,
-    key_of,
     process_subject,
     recent,
     without_pauses,
@@ -621,7 +620,7 @@ EVERY_TEN = [900.0 + 10 * number for number in range(11)]
 )
 def test_a_window_counts_where_its_samples_leave_no_large_hole(clocks, whole):
     series = [(clock, clock / 10) for clock in (100.0, 899.9, *clocks)]
-    view = RuleView(a_snapshot(a_device(), clock=1000.0), past={(key_of(A_DEVICE), "utilization"): series})
+    view = RuleView(a_snapshot(a_device(), clock=1000.0), past={(A_DEVICE, "utilization"): series})
 
     assert covers(series, 2, 1000.0, 100.0) is whole
     assert recent(view, A_DEVICE, "utilization", 100.0) == (series[2:] if whole else [])
@@ -652,7 +651,7 @@ def test_a_series_keeps_the_means_of_slices_and_forgets_what_is_older_than_its_w
 
 def test_a_past_begins_anew_behind_a_hole_and_ends_when_no_value_has_come_for_a_window():
     past, windows, device = Past(), {"utilization": 30.0}, a_device(utilization=7.0)
-    key = key_of(device_subject(device)), "utilization"
+    key = device_subject(device), "utilization"
 
     def seen_at(clock, **fields):
         past.record(a_snapshot(replace(device, **fields), clock=clock), windows, largest_hole=15.0)
@@ -734,7 +733,7 @@ def slopes_of(*samples: tuple[float, float], seconds: float = 60.0) -> list[floa
     series = ValueSeries(window=1000.0)
     for clock, value in samples:
         series.add(clock, value)
-    key = (key_of(A_DEVICE), "memory_used")
+    key = (A_DEVICE, "memory_used")
     return slopes(RuleView(a_snapshot(clock=100.0), past={key: series}), A_DEVICE, "memory_used", seconds)
 
 

@@ -56,7 +56,6 @@ from gpuguard.policies.view import (
     SampleIndex,
     SampleRhythm,
     index_sample,
-    key_of,
     reach_of,
     windows_of,
     without_pauses,
@@ -290,7 +289,7 @@ def evaluate(
     verdicts, against = _taken(due, index, memory)
     notes += against
     memory.index = index
-    notes.sort(key=lambda note: (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text))
+    notes.sort(key=lambda note: (note.policy or "", note.kind, str(note.subject or ""), note.text))
     return Judgement(verdicts, tuple(notes))
 
 
@@ -303,11 +302,11 @@ def _taken(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> 
     clock = index.clock
     bundles = grouped([(_victim(step), step) for step in sorted(due, key=lambda step: step.order)])
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
-    verdicts, ends = [], identities([row for step in taken for row in step.finding.processes])
+    verdicts, ends = [], {(row.pid, row.start_time) for step in taken for row in step.finding.processes}
     for step in taken:
         bundle = bundles[_victim(step)]
         rest = tuple(row for row in step.rest if (row.pid, row.start_time) not in ends)
-        ends |= identities(rest)
+        ends |= {(row.pid, row.start_time) for row in rest}
         verdicts.append(replace(_verdict(step, len(bundle) - 1, clock), rest=rest))
         for member in bundle:
             if member.number == member.state.done:
@@ -480,7 +479,7 @@ def _rest_of_jobs(
 
     They come with the first finding of their job, whose claim is added to *begun*.
     """
-    found, view = identities(finding.processes), index.view
+    found, view = {(row.pid, row.start_time) for row in finding.processes}, index.view
     own = filter(None, (innermost_claim(row, view.snapshot.claims, view.seen) for row in finding.processes))
     claims = {(claim.uid, claim.id) for claim in own} - begun
     begun |= claims

@@ -21,7 +21,6 @@ from gpuguard.policies.view import (
     RuleView,
     claim_subject,
     computing,
-    key_of,
     process_subject,
 )
 from gpuguard.units import Amount, format_bytes, format_duration, parse_device_amount, parse_duration, parse_percent
@@ -227,7 +226,7 @@ def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
             held.memory_used += process.memory_used or 0
             if all(process.pid != other.pid for other in held.processes):
                 held.processes.append(process)
-    in_order = sorted(found.values(), key=lambda own: (own.since, not own.processes, key_of(own.subject)))
+    in_order = sorted(found.values(), key=lambda own: (own.since, not own.processes, str(own.subject)))
     return grouped((holding.subject.uid or 0, holding) for holding in in_order)
 
 

@@ -16,7 +16,7 @@ from gpuguard.device_state import device_title
 from gpuguard.locale import N_
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of, covers, findings_where, key_of
+from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of, covers, findings_where
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
 
 POINTS = 24  # 276 pairs
@@ -28,7 +28,7 @@ def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list
 
     Returns [0.0] if nothing changes; otherwise [] unless the samples cover the time without a large hole.
     """
-    series = view.past.get((key_of(subject), field), ())
+    series = view.past.get((subject, field), ())
     first = bisect_left(series, view.clock - seconds, key=clock_of)
     points = [series[first + place] for place in _places(len(series) - first)]
     if points and all(value == points[0][1] for _, value in points):

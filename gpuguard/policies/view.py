@@ -78,8 +78,8 @@ class RuleView:
     """Everything that a rule may judge by."""
 
     snapshot: Snapshot  # with its claims
-    # (subject key, field) -> samples, oldest first, without gaps filled in; only what rules asked for
-    past: Mapping[tuple[str, str], Sequence[Sample]] = field(default_factory=dict)
+    # (subject, field) -> samples, oldest first, without gaps filled in; only what rules asked for
+    past: Mapping[tuple[Subject, str], Sequence[Sample]] = field(default_factory=dict)
     # what processes do beside the GPU, by (pid, start_time)
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
     machine: MachineUse = field(default_factory=MachineUse)
@@ -140,11 +140,6 @@ def without_host_memory(view: RuleView) -> RuleView:
     )
     gaps = tuple(Gap(uuid, name, _OF_HOST) for uuid in shared for name in ("memory_total", "memory_free"))
     return replace(view, snapshot=replace(snapshot, devices=devices, gaps=(*snapshot.gaps, *gaps)))
-
-
-def key_of(subject: Subject) -> str:
-    """Return the identity of a subject as text, to remember it by: never a pid without its start time."""
-    return f"{subject.kind}|{subject.device}|{subject.pid}@{subject.start_time}|{subject.uid}|{subject.claim}"
 
 
 def process_subject(device: Device, process: GpuProcess) -> Subject:
@@ -380,8 +375,8 @@ class ValueSeries(list[Sample]):
         del self[: bisect_left(self, clock - self.window, key=clock_of)]
 
 
-class Past(dict[tuple[str, str], ValueSeries]):
-    """The series of each (subject key, field)."""
+class Past(dict[tuple[Subject, str], ValueSeries]):
+    """The series of each (subject, field)."""
 
     def record(self, snapshot: Snapshot, windows: Mapping[str, float], largest_hole: float) -> None:
         """Add what *snapshot* knows of the fields in *windows* (field -> seconds).
@@ -410,23 +405,22 @@ def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
     return windows
 
 
-def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yield the value of each field of *names* that is known, with its (subject key, field)."""
+def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[Subject, str], float]]:
+    """Yield the value of each field of *names* that is known, with its (subject, field)."""
     of_processes = PROCESS_FIELDS.intersection(names)
     for device in snapshot.devices if names else ():
         nouns: list[tuple[Subject, object, Collection[str]]] = [(device_subject(device), device, names)]
         if of_processes:
             nouns += ((process_subject(device, each), each, of_processes) for each in judged_processes(device))
         for subject, noun, fields in nouns:
-            key = key_of(subject)
             for name in fields:
                 if (value := getattr(noun, name, None)) is not None:
-                    yield (key, name), value
+                    yield (subject, name), value
 
 
 def recent(view: RuleView, subject: Subject, field: str, seconds: float) -> list[Sample]:
     """Return the samples of the last *seconds*, or [] unless they cover that time without a large hole."""
-    series = view.past.get((key_of(subject), field), ())
+    series = view.past.get((subject, field), ())
     first = bisect_left(series, view.clock - seconds, key=clock_of)
     return [series[place] for place in range(first, len(series))] if covers(series, first, view.clock, seconds) else []
 

@@ -12,7 +12,7 @@ from typing import Any
 from gpuguard import model
 from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.view import Rule, RuleView, Sample, device_subject, key_of, process_subject
+from gpuguard.policies.view import Rule, RuleView, Sample, device_subject, process_subject
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 
@@ -274,4 +274,4 @@ def a_series(of: Callable[[float], float], *, seconds: float = 600, every: float
 
 
 def a_past(samples: list[Sample], field: str = "utilization", of: Subject = A_DEVICE) -> dict:
-    return {"past": {(key_of(of), field): samples}}
+    return {"past": {(of, field): samples}}

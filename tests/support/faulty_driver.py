@@ -48,7 +48,7 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import MachineUse, Rule, RuleView, UserUse, ValueSeries, key_of, process_subject
+from gpuguard.policies.view import MachineUse, Rule, RuleView, UserUse, ValueSeries, process_subject
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.watchdog import Watchdog
 
@@ -201,7 +201,7 @@ def seed(guard: Watchdog, snapshot: Snapshot) -> None:
             growth = GIB / 60 if used > GIB else 0
             for ago in range(int(PAST), 0, -10):
                 series.add(snapshot.clock - ago, used - ago * growth)
-            guard._memory.past[key_of(process_subject(device, process)), "memory_used"] = series
+            guard._memory.past[process_subject(device, process), "memory_used"] = series
 
 
 def rounds(world: World, driver: Driver, hurt: Callable[[], None], *, when: str) -> dict[str, set[int]]:

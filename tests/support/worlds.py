@@ -22,7 +22,6 @@ from gpuguard.policies.view import (
     UserUse,
     device_subject,
     judged_processes,
-    key_of,
     process_subject,
 )
 from gpuguard.yaml_files.decoder import Decoder
@@ -122,12 +121,12 @@ def _past(devices: tuple[Device, ...], clock: float) -> dict:
     level = {"utilization": "utilization", "temperature": "temperature", "power_draw": "power_draw"}
     past = {}
     for device in devices:
-        key = key_of(device_subject(device))
+        key = device_subject(device)
         for field in level:
             if (value := getattr(device, field)) is not None:
                 past[key, field] = [(at, value) for at in clocks]
         for process in judged_processes(device):
-            past[key_of(process_subject(device, process)), "memory_used"] = _leak(clocks, process.memory_used)
+            past[process_subject(device, process), "memory_used"] = _leak(clocks, process.memory_used)
         leak = device.index == 0
         used = device.memory_used or 0
         past[key, "memory_used"] = _leak(clocks, used) if leak else [(at, used) for at in clocks]
