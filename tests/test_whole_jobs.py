@@ -318,6 +318,18 @@ def test_each_process_of_a_job_ends_once_however_many_the_rule_has_found():
     assert ended(HOGS, rank(101, gib=60), rank(102, gib=60), rank(103)) == [({101}, {103}), ({102}, set())]
 
 
+def test_a_job_ends_whole_where_its_process_was_found_on_another_gpu_first():
+    """The step of the GPU that was found first stands for both, and the other GPU comes first in the sample."""
+    hog, other = rank(101, gib=60), rank(102)
+    parents, watch = {101: (LAUNCHER, None), 102: (LAUNCHER, None)}, Watch(replace(HOGS, steps=(Step("terminate"),)))
+    for clock, gib in ((0, 1), (5, 60), (15, 60), (25, 60), (40, 60)):
+        on_first = replace(hog, memory_used=gib * GIB)
+        devices = [a_device(n, processes=(one,)) for n, one in enumerate((on_first, hog, other))]
+        judgement = watch.sees(view_of(clock, devices, parents, claims=(CLAIM,)))
+
+    assert [(pids((one,)), {row.pid for row in one.rest}) for one in judgement.verdicts] == [({101}, {102})]
+
+
 def test_on_the_gpus_of_the_rest_others_wait_until_its_effect_is_seen():
     ranks = rank(101, gib=60), rank(102)
     devices = [a_device(n, processes=(one,), memory_used=60 * GIB) for n, one in enumerate(ranks)]

@@ -432,7 +432,7 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
     notes += _end_others(policy, current, {note.subject for note in notes if note.kind in SAID}, index, memory)
 
     states = memory.states[policy.name]
-    clock, due, begun = index.clock, list[DueStep](), set[tuple[int, str]]()
+    clock, due, begun = index.clock, list[DueStep](), dict[tuple[int, str], frozenset[ProcessIdentity]]()
     for subject, finding in current.items():
         state, cools = states.get(subject), (policy.name, subject) in memory.cooling
         if not cools and (state is None or _is_over(state, policy)):
@@ -473,19 +473,22 @@ def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
 
 
 def _rest_of_jobs(
-    policy: Policy, finding: Finding, index: SampleIndex, memory: EngineMemory, begun: set[tuple[int, str]]
+    policy: Policy,
+    finding: Finding,
+    index: SampleIndex,
+    memory: EngineMemory,
+    begun: dict[tuple[int, str], frozenset[ProcessIdentity]],
 ) -> tuple[GpuProcess, ...]:
     """Return what ends with the processes of *finding*: the others of their claimed jobs, but none that is spared.
 
-    They come with the first finding of their job, whose claim is added to *begun*.
+    They come with the first finding of their job, whose processes *begun* has by the claim, and with that of the same
+    processes on other GPUs, because any of these may stand for the others.
     """
-    found, view = {(row.pid, row.start_time) for row in finding.processes}, index.view
-    own = filter(None, (innermost_claim(row, view.snapshot.claims, view.seen) for row in finding.processes))
-    claims = {(claim.uid, claim.id) for claim in own} - begun
-    begun |= claims
-    rest = (
-        row for claim in sorted(claims) for process, row in index.jobs.get(claim, {}).items() if process not in found
-    )
+    found, view = identities(finding.processes), index.view
+    owners = filter(None, (innermost_claim(row, view.snapshot.claims, view.seen) for row in finding.processes))
+    claims = {(claim.uid, claim.id) for claim in owners}
+    own = sorted(claim for claim in claims if begun.setdefault(claim, found) == found)
+    rest = (row for claim in own for process, row in index.jobs.get(claim, {}).items() if process not in found)
     return tuple(row for row in rest if not _is_spared(row, policy, index, memory))
 
 
