@@ -77,6 +77,15 @@ def test_a_file_that_says_something_else_costs_only_its_own_jobs(directory, jobs
         assert [job.id for job in public_jobs(directory, ())] == ["5"]
 
 
+def test_the_words_of_a_user_are_no_sentence_that_has_a_translation(directory):
+    message = {"id": "job.held", "values": {}}
+    with a_dispatcher(directory, a_waiting_job(what="held")) as path:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "message_ids": {"held": message}}))
+        (job,) = public_jobs(directory, ())
+
+    assert type(job.what) is str
+
+
 def test_a_file_in_the_name_of_another_user_says_nothing(directory):
     with a_dispatcher(directory, a_waiting_job(), uid=os.geteuid() + 1):
         assert public_jobs(directory, ()) == []

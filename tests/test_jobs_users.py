@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -11,6 +12,9 @@ from nodes import until
 from users import ALICE, BOB, Machine
 
 from gpuguard.batch.records import JobStore, Source, new_record
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli.jobs import owners
+from gpuguard.errors import GpuguardError
 
 pytestmark = pytest.mark.root
 JOB = f"{ALICE.pw_name}/1"
@@ -89,6 +93,35 @@ def test_root_reaches_nothing_of_its_own_through_what_a_user_has_written(admin: 
     refused = admin(None, "jobs", "cancel", JOB)
     assert refused.returncode and "Permission denied" in refused.stderr
     assert own.read(1).events == ()
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["a file that never answers", "stopped by its user"])
+def test_a_record_that_never_answers_keeps_root_waiting_for_a_limited_time(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    monkeypatch.setattr(owners, "ANSWER_SECONDS", 0.2)
+    held, asked = os.pipe()
+
+    def act(store: JobStore, word: str, by: str | None) -> None:
+        os.write(asked, b"%d" % os.getpid())
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pause()
+
+    with pytest.raises(GpuguardError, match=f"{ALICE.pw_name} did not come back within 200ms"):
+        owners.JobWord(ALICE.pw_uid, "1").do(act, directory)
+    _pid, status = os.waitpid(int(os.read(held, 20)), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    os.close(held)
+    os.close(asked)
+
+
+def test_what_alice_has_written_is_no_fault_of_the_process_that_acts_as_her(directory: LockDirectory) -> None:
+    def act(store: JobStore, word: str, by: str | None) -> None:
+        raise ValueError("an embedded null byte")
+
+    with pytest.raises(GpuguardError, match="null byte"):
+        owners.JobWord(ALICE.pw_uid, "1").do(act, directory)
 
 
 def test_a_user_without_a_home_has_no_jobs_and_one_that_does_not_exist_is_named(admin: Machine) -> None:

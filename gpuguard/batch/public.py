@@ -16,6 +16,7 @@ from gpuguard.claims.directory import LockDirectory, is_unlocked
 from gpuguard.claims.records import first_of_each
 from gpuguard.files import open_regular
 from gpuguard.jsonio import decode, loads
+from gpuguard.locale.messages import plain
 from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command
 from gpuguard.users import user_name
@@ -117,7 +118,8 @@ def published(directory: LockDirectory) -> Iterator[tuple[int, bool, PublicJobs]
             continue
         try:
             if name[len(start) :].partition(".")[0] == str(status.st_uid):  # otherwise it has another user's name
-                jobs = decode(PublicJobs, loads(os.read(descriptor, _LONGEST)))
+                content = plain(loads(os.read(descriptor, _LONGEST)))  # a user's words are no sentences
+                jobs = decode(PublicJobs, content)
                 yield status.st_uid, not is_unlocked(descriptor), jobs
         except ValueError:  # it is just being written
             continue

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import pwd
+import select
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,12 +20,16 @@ from gpuguard.batch.public import published
 from gpuguard.batch.records import JobStore
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.ids import job_and_task
+from gpuguard.enforcement import signals
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.files import write_all
+from gpuguard.files import closed_after, write_all
 from gpuguard.jsonio import loads
 from gpuguard.locale import _
 from gpuguard.locale.messages import dumps, sentence
+from gpuguard.units import format_duration
 from gpuguard.users import user_name
+
+ANSWER_SECONDS = 90.0  # longer than the processes of a job have to end: see ending
 
 T = TypeVar("T")
 # What is done with a job: the records, the word for the job there, and the user on whose behalf it is done, or None for
@@ -101,8 +108,15 @@ def _as_user(uid: int, act: Callable[[], Any]) -> Any:
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as pipe:
-        said = pipe.read()
+    with closed_after(reading), closed_after(os.pidfd_open(child)) as pidfd:
+        said = _read_to_end(reading)
+        if said is None:
+            signals.forward(pidfd, signal.SIGKILL)
+            raise GpuguardError(
+                _(
+                    "the process that acted as {user} did not come back within {time}: a file of theirs may hang."
+                ).format(user=user_name(uid), time=format_duration(ANSWER_SECONDS))
+            )
     os.waitpid(child, 0)
     try:
         answer = loads(said)
@@ -115,11 +129,26 @@ def _as_user(uid: int, act: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
+def _read_to_end(pipe: int) -> bytes | None:
+    """Return what comes through *pipe* until it is closed, or None if that takes too long.
+
+    The user can stop the process at the other end, or let it open a FIFO.
+    """
+    said, until, poll = b"", time.monotonic() + ANSWER_SECONDS, select.poll()
+    poll.register(pipe)
+    while poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        part = os.read(pipe, 2**16)
+        if not part:
+            return said
+        said += part
+    return None
+
+
 def _answer(uid: int, act: Callable[[], Any]) -> dict[str, Any]:
     try:
         _become(uid)
         return {"value": act()}
-    except (GpuguardError, OSError) as fault:
+    except (GpuguardError, OSError, ValueError) as fault:
         return {"fault": str(fault)}
 
 
