@@ -340,6 +340,7 @@ def test_a_node_under_another_name_is_known_by_its_number(tmp_path: Path, monkey
     opens(tmp_path, 100, fdinfo(client=7), target="/dev/gpu0")
     opens(tmp_path, 101, fdinfo(client=8), target="/dev/zero")
     opens(tmp_path, 102, fdinfo(client=9), target="/dev/gone")
+    opens(tmp_path, 103, fdinfo(client=10), target="/dev/shm/file of a user")
     status = os.stat("/dev/null")
 
     def stat(path: str) -> os.stat_result:
@@ -349,9 +350,36 @@ def test_a_node_under_another_name_is_known_by_its_number(tmp_path: Path, monkey
             raise FileNotFoundError(path)
         return os.stat_result((*status[:10],), {"st_rdev": os.makedev(226, 128)})
 
-    monkeypatch.setattr(drm.os, "stat", stat)
+    with monkeypatch.context() as patch:
+        patch.setattr(drm.os, "stat", stat)
+        found = ClientScanner(str(tmp_path)).read(everywhere=True).found
 
-    assert [client.pid for client in ClientScanner(str(tmp_path)).read(everywhere=True).found] == [100]
+    assert [client.pid for client in found] == [100]
+
+
+def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mount namespace of their own, where /tmp/x can be the node, and /dev/x a file of FUSE."""
+    for pid, namespace in ((1, 1), (100, 1), *((pid, 2) for pid in range(101, 106))):
+        written(tmp_path / f"proc/{pid}/comm", "")
+        (tmp_path / f"proc/{pid}/ns").mkdir()
+        (tmp_path / f"proc/{pid}/ns/mnt").symlink_to(f"mnt:[{namespace}]")
+    opens(tmp_path, 100, fdinfo(client=6), target="/tmp/x")
+    for pid, target in ((101, "/tmp/x"), (102, "/dev/shm/x"), (103, "/dmabuf:x"), (104, "socket:[7]")):
+        opens(tmp_path, pid, fdinfo(client=pid), target=target)
+    opens(tmp_path, 105, "pos:\t0", target="/dev/x")
+    asked, real = list[str](), os.stat
+
+    def stat(path: str, **how: bool) -> os.stat_result:
+        asked.extend([path] if "/fd/" in path else [])
+        return real(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drm.os, "stat", stat)
+        found = ClientScanner(str(tmp_path)).read(everywhere=True)
+
+    assert ([client.pid for client in found.found], found.undescribed, asked) == ([101, 102], (), [])
 
 
 def a_reading(**values: object) -> CardReading:

@@ -418,6 +418,8 @@ class ClientScanner:
         self._proc = f"{root.rstrip('/')}/proc"
         self._drm = f"{root.rstrip('/')}/sys/class/drm"
         self._of_this_machine = not root.strip("/")
+        # The mount namespaces in which only root can mount something, and give a node another name.
+        self._roots_own = {procfs.read_link(f"{self._proc}/{pid}/ns/mnt") for pid in ("1", "self")}
         # The pids that had such files open when they were last looked at, and the descriptors of these.
         self._known: dict[int, list[str]] = {}
         self._gpus: dict[str, tuple[str, bool]] = {}  # of the nodes seen in this look: see _gpu_of
@@ -468,8 +470,10 @@ class ClientScanner:
         except OSError:
             self._hidden = self._hidden or everywhere
             return
+        named_by_root = procfs.read_link(f"{folder}/ns/mnt") in self._roots_own
         for name in names:
-            node, fdinfo = _node(f"{folder}/fd/{name}"), f"{folder}/fdinfo/{name}"
+            node = _node(f"{folder}/fd/{name}", named_by_root=named_by_root)
+            fdinfo = f"{folder}/fdinfo/{name}"
             if node is None:
                 continue
             address, spared = self._gpu_of(node)
@@ -488,15 +492,20 @@ class ClientScanner:
         return self._gpus[node]
 
 
-def _node(path: str) -> str | None:
-    """Return the name of the DRM device behind a descriptor, "" if it cannot be read, or None if it is none.
+def _node(path: str, *, named_by_root: bool) -> str | None:
+    """Return the name of the DRM device behind a descriptor, "" if fdinfo has to tell it, or None if it is none.
 
-    The name follows from the device's number, because a container may rename nodes.
+    In a mount namespace of their own, users can give a node any name, and any name to a file of a file system of their
+    own (FUSE), which answers stat() when they like.  So there only fdinfo tells, which comes from the kernel, but for
+    the names that users give to a dma-buf.  Elsewhere the name follows from the device's number, as root may have
+    renamed nodes.
     """
     target = procfs.read_link(path)
     if target is None or target.startswith(DRM_NODES.rstrip("*")):
         return os.path.basename(target or "")
-    if not target.startswith("/dev/"):
+    if not named_by_root:
+        return "" if target.startswith("/") and not target.startswith("/dmabuf:") else None
+    if not target.startswith("/dev/") or target.startswith("/dev/shm/"):
         return None
     try:
         number = os.stat(path).st_rdev
