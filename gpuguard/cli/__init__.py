@@ -74,13 +74,14 @@ COMMANDS = {
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
 }
 
-# The names that other tools give to a command: canhazgpu, gpu-gate, genv, task spooler, Slurm
+# The names that other tools give to a command: canhazgpu, gpu-gate, genv, nvitop, task spooler, Slurm
 _ELSEWHERE = {
-    **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
-    **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
+    **dict.fromkeys(("status", "ls", "list", "ps", "usage", "info", "sinfo", "gpustat"), "who"),
+    **dict.fromkeys(("lock", "shell", "activate", "attach", "claim", "srun", "salloc"), "run"),
     **dict.fromkeys(("unlock", "detach"), "release"),
     **dict.fromkeys(("scancel", "kill", "stop"), "cancel"),
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
+    **{"nvitop": "top", "nvtop": "top", "nvisel": "select", "free": "select", "sacct": "report"},
 }
 
 SPEAK_ENGLISH = ("completion", "daemon", "metrics", "query", "schema", "serve-ssh", "slurm", "web")  # programs read it

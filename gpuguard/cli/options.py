@@ -47,6 +47,13 @@ _ELSEWHERE = {
     ("gpuguard run", "-t"): "--time-limit",
     ("gpuguard run", "--time"): "--time-limit",
     ("gpuguard run", "--detach"): "`gpuguard submit`",
+    ("gpuguard run", "--array"): "`gpuguard submit`",
+    ("gpuguard run", "-J"): "--note",
+    ("gpuguard run", "-g"): "-n",
+    ("gpuguard run", "--gpu"): "-n",
+    ("gpuguard run", "--ngpus"): "-n",
+    ("gpuguard run", "--gres"): "-n",
+    ("gpuguard run", "--mem"): "--min-free",
     ("gpuguard query", ""): "--query-gpu",
 }
 
