@@ -22,6 +22,7 @@ from gpuguard.claims.daemon_client import (
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import translated
 from gpuguard.locale.messages import sentence
+from gpuguard.notify.templates import deed_text
 
 ROW = EventRow(5.0, "warn", "logged", {"policy": "p", "uid": 7}, "al", ("gpu0",), 17, "c1", "idle for 20s")
 LINE = {
@@ -64,6 +65,7 @@ def test_a_message_that_came_as_text_loses_what_older_jobs_needed():
     because = sentence("because", "{what}: {why}", what="x", why="y")
     undelivered = replace(ROW, outcome="failed", message=because, exact_outcome="undelivered")
     assert undelivered.line() == {**LINE, "outcome": "undelivered", "message": "x: y"}
+    assert deed_text(undelivered.line()) == "warning of policy p: x", "why no terminal shows it is not said"
 
 
 def test_events_are_asked_for_only_if_there_is_something_new(directory, monkeypatch):

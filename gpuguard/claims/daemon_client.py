@@ -122,10 +122,12 @@ class EventRow:
     def line(self) -> dict[str, Any]:
         """Return the event as a line of the audit log."""
         line = {"schema": 1, **asdict(self)}
-        if exact := line.pop("exact_outcome"):
-            line |= {"outcome": exact, "message": self.message and self.message.removesuffix(": logged")}
-            if exact == "logged" and isinstance(self.message, Sentence):
-                line["message"] = self.message.values.get("what")
+        exact, message = line.pop("exact_outcome"), self.message
+        if exact:
+            line["outcome"] = exact
+        if exact == "logged" and message is not None:
+            without = message.values.get("what") if isinstance(message, Sentence) else None
+            line["message"] = without or message.removesuffix(": logged")
         return line
 
 
