@@ -36,6 +36,7 @@ from gpuguard.errors import (
     InvalidRequest,
     NotEnoughGpus,
 )
+from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     ALL_FIELDS,
     DEVICE_FIELDS,
@@ -62,6 +63,7 @@ from gpuguard.units import (
     format_duration,
     format_energy,
     format_rounded,
+    local_time,
     parse_bytes,
     parse_celsius,
     parse_duration,
@@ -467,3 +469,18 @@ def test_a_word_of_another_version_is_shown_as_it_was_recorded():
     )
 
     assert "levitate half done" in line
+
+
+def test_the_lines_of_a_message_of_our_own_are_joined_in_a_row_and_those_of_users_stay_visible():
+    own = sentence("driver.gone", "no driver.\nInstall one.")
+    for message, shown in ((own, "no driver.  Install one."), ("sh -c 'a\nb'", "sh -c 'a\\nb'")):
+        line = {"time_unix_seconds": 0.0, "kind": "watchdog", "outcome": "failed", "message": message}
+        assert shown in events.to_text(line)
+        assert shown.rstrip(".") in events.to_table([line], {}, headers=False)[0]
+
+
+def test_what_a_warning_announces_is_in_words_for_people():
+    facts = {"harm_action": "terminate", "harm_unix_seconds": 1795759200.0}
+    [line] = events.to_table([{"time_unix_seconds": 0.0, "kind": "warn", "facts": facts}], {}, headers=False)
+
+    assert f"then terminate, not before {local_time(1795759200, '%m-%d %H:%M:%S')}" in line

@@ -197,10 +197,12 @@ def test_on_a_machine_of_the_image_check_is_content_where_the_service_makes_the_
     for name in ("TMPFILES", "UNIT"):
         monkeypatch.setattr(setup_service, name, f"{image}{getattr(setup_service, name)}")
     setup.make_directory(str(image / "run"), [a_device(0).uuid])
+    bare = command("setup", "--check", "--daemon-user", "root")
     setup_service.write(setup_service.TMPFILES, "\n".join(setup.tmpfiles_lines(str(image / "run"), [])) + "\n")
     alone = command("setup", "--check", "--daemon-user", "root")
     setup_service.write(setup_service.UNIT, setup_service.unit_for("root"))
     served = command("setup", "--check", "--daemon-user", "root")
 
+    assert bare[:2] == (1, f"{setup_service.TMPFILES} is missing.\n")
     assert alone[:2] == (1, f"{setup_service.TMPFILES} is not as this version of gpuguard writes it.\n")
     assert served[:2] == (0, "Everything is as `gpuguard setup` would make it.\n")

@@ -207,8 +207,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         metavar="B",
         default=default_backend(),
-        help="auto, nvml, amd, intel, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
-        "(default: $GPUGUARD_BACKEND, else auto: all vendors whose GPUs are found)",
+        help="auto, nvml, amd, intel, mthreads, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see "
+        "docs/sources.md (default: $GPUGUARD_BACKEND, else auto: all vendors whose GPUs are found)",
     )
     group.add_argument(
         "--dir",

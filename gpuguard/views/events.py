@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.locale import N_, _, translated
+from gpuguard.locale.messages import Sentence
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_energy, local_time
@@ -26,11 +27,12 @@ _HEADERS = (N_("TIME"), N_("EVENT"), "GPU", N_("USER"), N_("NOTE"))
 _LEAST = (14, 16, 5, 8, 0)  # columns, so that later rows line up with earlier ones (--follow)
 _STOP = re.compile(r"(?<!\.)[.。]$")  # at the end of a sentence, if facts follow
 _OUTCOMES = {"settled": "ended"}  # outcomes of the JSON, in words for people
+_FACTS_IN_WORDS = {"harm_action": "then", "harm": "not before"}  # and names of its facts
 # Other words that have translations: the names of facts, and outcomes of older versions.
 FACTS = (
     N_("pid"), N_("by"), N_("rule"), N_("step"), N_("exit_status"), N_("wall_time"), N_("peak_memory"),
     N_("mean_utilization"), N_("energy"), N_("until"), N_("container"), N_("target"), N_("users"), N_("count"),
-    N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"), N_("harm_action"), N_("harm"), N_("path"),
+    N_("retry_after"), N_("num_gpus"), N_("begins"), N_("ends"), N_("then"), N_("not before"), N_("path"),
     N_("slurm_job"), N_("ticket"), N_("lines"), N_("waited"), N_("written"), N_("no terminal"), N_("over"),
     N_("the terminal belongs to another user"), N_("the terminal takes no messages"), N_("the terminal does not read"),
 )  # fmt: skip
@@ -85,7 +87,7 @@ def to_text(line: Line, labels: Mapping[str, str] | None = None) -> str:
         f"pid {pid}" if pid is not None else "",
         " ".join(f"GPU {labels[uuid]} ({uuid[:12]})" if labels and uuid in labels else uuid[:12] for uuid in uuids),
         f"claim {line['claim']}" if line.get("claim") else "",
-        str(line.get("message") or ""),
+        _in_one_line(line, str),
         f"({', '.join(facts)})" if facts else "",
     ]
     return "  ".join(neutralise(part) for part in parts if part)
@@ -105,19 +107,26 @@ def to_table(lines: Sequence[Line], labels: Mapping[str, str], *, headers: bool 
 
 
 def _row(line: Line, labels: Mapping[str, str]) -> list[str]:
-    outcome, message = str(line.get("outcome", NOT_AVAILABLE)), str(line.get("message") or "")
+    outcome = str(line.get("outcome", NOT_AVAILABLE))
     told = []
     for name, value in _facts_shown(line):
         what, _equals, text = _fact_text(name, value).partition("=")
-        told.append(f"{_(what).replace('_', ' ')} {text}")
+        told.append(f"{_(_FACTS_IN_WORDS.get(what, what)).replace('_', ' ')} {text}")
     cells = [
         _moment(line["time_unix_seconds"]),
         f"{_(str(line.get('kind', NOT_AVAILABLE)))} {_(_OUTCOMES.get(outcome, outcome))}",
         ",".join(_devices_shown(line, labels)),
         str(line.get("user") or ""),
-        "; ".join(filter(None, [_STOP.sub("", translated(message)), ", ".join(told)])),
+        "; ".join(filter(None, [_STOP.sub("", _in_one_line(line, translated)), ", ".join(told)])),
     ]
     return [neutralise(cell) for cell in cells]
+
+
+def _in_one_line(line: Line, in_words: Callable[[str], str]) -> str:
+    """Return the message in words; the lines of our own sentences are joined, those of users stay visible."""
+    message = line.get("message") or ""
+    text = in_words(str(message))
+    return text.replace("\n", "  ") if isinstance(message, Sentence) else text
 
 
 def to_row(line: Line, labels: Mapping[str, str]) -> dict[str, Any]:

@@ -227,7 +227,8 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
             texts = {service.TMPFILES: lines, service.UNIT: [service.unit_for(user)]}
         for file, allowed in texts.items():
             if service.content_of(file) not in [service.sealed(text.encode()) for text in allowed]:
-                missing.append(_("{path} is not as this version of gpuguard writes it.").format(path=file))
+                other = _("{path} is not as this version of gpuguard writes it.")
+                missing.append((other if os.path.lexists(file) else _("{path} is missing.")).format(path=file))
     account = service.account_of(user)
     daemons = f"{path}/{NAME}"
     if user != "root" and os.path.isdir(daemons) and (not account or os.stat(daemons).st_uid != account.pw_uid):
