@@ -195,7 +195,10 @@ class WaitTimeout(NotEnoughGpus):
     def after(cls, missing: NotEnoughGpus) -> NotEnoughGpus:
         """Make the error from the one that says what was still missing when the time was over."""
         return cls.under(
-            sentence("errors.time_is_over", "the time to wait is over: {missing}", missing=missing.headline), missing
+            sentence(
+                "errors.time_is_over", "the time to wait is over.  At its end: {missing}", missing=missing.headline
+            ),
+            missing,
         )
 
 

@@ -66,7 +66,7 @@ def test_an_empty_line_says_so():
 
 def test_each_request_has_a_row_and_its_prospects_below_it():
     claim = a_claim_record(a_uuid(0), ends=NOW + 7200)
-    promise, bound = clock_text(NOW + 9000, NOW), clock_text(NOW - 65 + QueueRules.bound, NOW)
+    promise, bound = clock_text(NOW + 9040, NOW), clock_text(NOW - 65 + QueueRules.bound, NOW)
 
     assert text(
         a_place(
@@ -95,10 +95,10 @@ def test_each_request_has_a_row_and_its_prospects_below_it():
 
 
 @pytest.mark.parametrize("fields", [{"now": True, "latest": NOW + 60}, {"latest": NOW - 60}])
-def test_a_certain_start_of_another_day_has_its_date_and_one_that_is_over_or_of_now_is_not_shown(fields):
+def test_a_certain_start_is_the_next_whole_minute_with_its_day_and_one_that_is_over_or_of_now_is_not_shown(fields):
     later = text(a_place(start=NOW + 86400, latest=NOW + 90_000))[-1]
 
-    assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in later
+    assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_040)) in later
     assert "at the latest" not in text(a_place(**fields))[-1]
 
 
@@ -384,6 +384,15 @@ def test_the_last_device_to_be_free_and_what_says_so(claim, text):
     claims = (a_claim_record(SECOND, user="bob", since=None, **claim),)
 
     assert explained(position, claims=claims) == f"starts in about 1h{', ' * bool(text)}{text}"
+
+
+def test_of_a_job_that_has_outrun_the_earlier_ones_it_is_not_said_that_it_takes_as_long():
+    position = a_position(start=NOW + 2 * HOUR, devices=(SECOND,))
+    claim = a_claim_record(SECOND, user="bob", since=NOW - 2 * HOUR, expected=NOW - HOUR)
+
+    assert explained(position, claims=(claim,)) == (
+        "starts in about 2h, when GPU 1 is free, a guess: bob's job runs longer than their earlier ones"
+    )
 
 
 def test_a_start_at_the_end_of_a_reservation_is_said_so():

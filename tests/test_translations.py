@@ -227,7 +227,7 @@ def test_a_request_that_waits_is_told_in_chinese_why(node):
         waited = ran(node, "run", "--wait", "5s", "--", "true")
 
     assert waited.returncode == 124
-    assert "开始排队：需要 1 块 GPU：队列第 1（共 1），" in waited.stderr and "等待时间已到：" in waited.stderr
+    assert "开始排队：需要 1 块 GPU：队列第 1（共 1），" in waited.stderr and "等待时间已到。当时：" in waited.stderr
 
 
 def test_the_faults_of_a_policy_file_are_chinese(node):

@@ -55,7 +55,7 @@ def test_the_document_describes_exactly_the_fields_that_are_printed(wait):
     ("words", "status", "message"),
     [
         (("--no-wait",), 1, "wanted 1 GPU, but none is free now."),
-        (("--wait", "50ms"), 124, "the time to wait is over: wanted 1 GPU"),
+        (("--wait", "50ms"), 124, "the time to wait is over.  At its end: wanted 1 GPU"),
         (("-n", "3"), 1, "wanted 3 GPUs, but only 2 exist."),
         (("-n", "3", "--or", "-n 4"), 1, "wanted 3 GPUs, but only 2 exist."),
         (("--or", "-n"), 2, "--or '-n': -n/--num-gpus: expected one argument.\n"),
@@ -189,7 +189,7 @@ def test_what_the_log_has_is_not_repeated_when_the_time_is_over(clock):
     short = log.without_what_was_told(over)
 
     assert (str(short), type(short), short.wanted, short.available) == (
-        "the time to wait is over: wanted 2 GPUs.", WaitTimeout, 2, 1,
+        "the time to wait is over.  At its end: wanted 2 GPUs.", WaitTimeout, 2, 1,
     )  # fmt: skip
     assert other.without_what_was_told(over) is quiet.without_what_was_told(over) is over
 
@@ -288,7 +288,7 @@ def test_ctrl_c_leaves_an_empty_line(gpuguard, both_taken):
     [
         (("--no-wait",), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in the queue, "),
         (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in the queue, "),
-        (("--wait", "300ms"), 124, "the time to wait is over: wanted 1 GPU: number 2 of 2 in the queue, "),
+        (("--wait", "300ms"), 124, "the time to wait is over.  At its end: wanted 1 GPU: number 2 of 2 in the queue, "),
         (("--no-wait", "--or", "-n 2"), 75, "number 2 of 2 in the queue"),
         (("-n", "3"), 125, "wanted 3 GPUs, but only 2 exist."),
         (("-n", "3", "--wait", "300ms"), 125, "wanted 3 GPUs, but only 2 exist."),

@@ -6,6 +6,7 @@ backfill.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from gpuguard.backends import Backend
@@ -116,7 +117,7 @@ def start_text(position: QueuePosition, queue: QueueState, *, brief: bool = Fals
         "queue.latest",
         "{text}; at the latest {promise}, if time limits are kept",
         text=text,
-        promise=clock_text(latest, queue.now),
+        promise=clock_text(math.ceil(latest / 60) * 60.0, queue.now),  # without its seconds it would be earlier
     )
 
 
@@ -257,11 +258,15 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
             device = queue.snapshot.device(uuid)
             freed = sentence("queue.freed", "when {gpu} is free", gpu=device_title(device) if device else uuid)
             facts = {"freed": freed, "user": claim.user}
-            if claim.ends is None or end < claim.ends:
+            if end == claim.ends:
+                return sentence("queue.by_its_limit", "{freed}: time limit of {user}'s job", **facts)
+            if (claim.expected or 0.0) <= queue.now:
                 return sentence(
-                    "queue.as_earlier_ones", "{freed}, if {user}'s job takes as long as their earlier ones", **facts
+                    "queue.outran", "{freed}, a guess: {user}'s job runs longer than their earlier ones", **facts
                 )
-            return sentence("queue.by_its_limit", "{freed}: time limit of {user}'s job", **facts)
+            return sentence(
+                "queue.as_earlier_ones", "{freed}, if {user}'s job takes as long as their earlier ones", **facts
+            )
     before = _on_the_same_devices(position, queue)
     return sentence("queue.after_request", "after {user}'s request", user=before.ticket.user) if before else ""
 
