@@ -33,6 +33,7 @@ from gpuguard.eligibility import (
     usable_with_others,
 )
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.grouping import grouped
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import ClaimRecord, Device, Gap, Snapshot, devices_of
@@ -217,10 +218,14 @@ def instances_note(devices: Sequence[Device], request: Request) -> str | None:
     ).format(devices=len(devices))
 
 
-def refusal_text(refusal: Refusal) -> str:
-    """Return, for example, ``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``, for the user."""
+def refusal_text(refusal: Refusal, devices: Sequence[Device] = ()) -> str:
+    """Return, for example, ``"GPU 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``, for the user.
+
+    With *devices* it names all of them, which are refused for the same reasons.
+    """
+    titles = all_of(map(device_title, devices or (refusal.device,)), ", ")
     reasons = all_of(reason.text for reason in refusal.reasons)
-    return translated(all_of((device_title(refusal.device), reasons), ": "))
+    return translated(all_of((titles, reasons), ": "))
 
 
 def _gpus(count: int) -> str:
@@ -417,8 +422,12 @@ def _only_lacking(could: Choice, option: RefusalKey) -> list[Device]:
 
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
-    lines = [f"  {refusal_text(refusal)}" for refusal in refusals[:most]]
-    return lines + ([_("  and {count} more").format(count=len(refusals) - most)] if len(refusals) > most else [])
+    """Say why devices are refused, in at most *most* lines: those with the same reasons share one."""
+    alike = grouped((tuple(reason.text for reason in refusal.reasons), refusal) for refusal in refusals)
+    groups = list(alike.values())
+    lines = [f"  {refusal_text(group[0], [refusal.device for refusal in group])}" for group in groups[:most]]
+    left = sum(map(len, groups[most:]))
+    return lines + ([_("  and {count} more").format(count=left)] if left else [])
 
 
 def _lacking(could: Choice) -> list[str]:

@@ -730,11 +730,20 @@ def test_instances_stand_behind_their_gpu_in_the_order_of_their_numbers():
 
 @pytest.mark.parametrize(("count", "more"), [(16, False), (17, True)])
 def test_at_most_16_devices_are_explained(count, more):
-    busy = [a_device(i, processes=(a_process(),), memory_used=10 * GIB) for i in range(count)]
+    busy = [a_device(i, processes=(a_process(),), memory_used=(10 + i) * GIB) for i in range(count)]
 
     lines = said(Request(), *busy).splitlines()
     assert [line for line in lines if line.startswith("  and ")] == ["  and 1 more"] * more
     assert said(Request(), *busy).count("GPU") >= 16
+
+
+def test_devices_that_are_refused_for_the_same_reasons_share_a_line():
+    """A job on all eight GPUs made eight lines that differed in their numbers alone."""
+    bobs = [a_device(i, processes=(BOB,), memory_used=41 * GIB) for i in (0, 2)]
+    other = a_device(1, processes=(a_process(),), memory_used=10 * GIB)
+
+    lines = said(Request(3), bobs[0], other, bobs[1]).splitlines()
+    assert (lines[1], lines[2][:9]) == (f"  GPU 0, GPU 2: {TAKEN_BY_BOB}", "  GPU 1: ")
 
 
 def test_what_leaves_only_busy_devices_is_named_while_others_are_free():
