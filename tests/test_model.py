@@ -479,6 +479,22 @@ def test_the_lines_of_a_message_of_our_own_are_joined_in_a_row_and_those_of_user
         assert shown.rstrip(".") in events.to_table([line], {}, headers=False)[0]
 
 
+def test_what_policies_did_to_a_user_is_folded_at_the_width_of_the_terminal():
+    facts = {"policy": "idle"}
+    deed = {
+        "time_unix_seconds": 0.0,
+        "kind": "terminate",
+        "outcome": "about to",
+        "message": "idle" + 8 * " idle",
+        "facts": facts,
+    }
+    [heading, *lines] = events.deeds([{**deed, "user": "al", "pid": 7}], 44)
+
+    assert len(lines) > 1 and all(line.startswith("  ") and len(line) <= 44 for line in lines)
+    assert [heading, "  " + " ".join(map(str.strip, lines))] == events.deeds([{**deed, "user": "al", "pid": 7}])
+    assert events.deeds([]) == []
+
+
 def test_what_a_warning_announces_is_in_words_for_people():
     facts = {"harm_action": "terminate", "harm_unix_seconds": 1795759200.0}
     [line] = events.to_table([{"time_unix_seconds": 0.0, "kind": "warn", "facts": facts}], {}, headers=False)

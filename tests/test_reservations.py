@@ -68,7 +68,7 @@ def test_what_is_beyond_the_quota_does_not_count_the_last_made_first():
     assert reasons(second, first) == [
         "",
         "users may reserve 2 GPUs at a time here (2 of them in earlier ones), all their reservations together "
-        "(line.yaml of the site says so; root may reserve more)",
+        "(by line.yaml of the site, or by default; root may reserve more)",
     ]
     assert reasons(first, a_reservation(2, gpus=1)) == ["", ""]
 
@@ -81,7 +81,7 @@ def test_a_reservation_that_is_over_does_not_count_against_the_quota():
     assert [(status.why_not, status.over) for status in judged] == [("", True), ("", False)]
 
 
-BEYOND = " (line.yaml of the site says so; root may reserve more)"
+BEYOND = " (by line.yaml of the site, or by default; root may reserve more)"
 TOGETHER = ", all their reservations together"
 AHEAD = {"begins": 14 * 24 * HOUR}  # as far as users may
 

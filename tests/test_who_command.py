@@ -15,6 +15,7 @@ from test_who import DOCUMENT, documented, printed
 from gpuguard import device_state
 from gpuguard.backends import open_backend, simulated
 from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import options
 from gpuguard.model import Snapshot
 from gpuguard.request import Request
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
@@ -26,6 +27,7 @@ import os, signal, subprocess, sys
 from gpuguard.backends import open_backend
 from gpuguard.lock import Allocator
 from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import options
 from gpuguard.request import Request
 claim = Allocator(open_backend("simulated"), lock_directory(None, backend="simulated"), [Request()]).acquire()
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -237,3 +239,9 @@ def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses_
     assert sum("hers" in line for line in lines) == 1
     assert not any(" more" in line for line in to_text(few, device_state.uses(few)))
     assert [len(device["claims"]) for device in devices][:2] == [RECORDS + 1, RECORDS]
+
+
+def test_what_policies_did_to_the_user_stands_apart_from_the_tables(node, command, monkeypatch):
+    monkeypatch.setattr(options, "own_deeds", lambda _: ["what policies did to you within the hour:"])
+
+    assert command("who")[1].endswith("free\n\nwhat policies did to you within the hour:\n")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gpuguard.backends import Backend, auto, default_backend, is_simulated
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
+from gpuguard.cli import terminal
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.locale import _, translated
@@ -275,7 +276,7 @@ def own_deeds(args: argparse.Namespace) -> list[str]:
         from gpuguard.claims.daemon_client import own_events  # 20 ms, for users to whom a policy did something
         from gpuguard.views.events import deeds
 
-        return deeds(own_events(directory, since))
+        return deeds(own_events(directory, since), terminal.width())
     except GpuguardError:
         return []
 

@@ -94,7 +94,8 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     lines = who.to_text(
         snapshot, shown, waiting, unplanned=unplanned, reserved=reserved, width=width, paint=style(), age=age
     )
-    return [*lines, *([] if snapshot.recorded else options.own_deeds(args))]
+    deeds = [] if snapshot.recorded else options.own_deeds(args)
+    return [*lines, *([""] if deeds else []), *deeds]
 
 
 # The queue and the reservations need the reader of the site's rules, so they are loaded only where there are any.

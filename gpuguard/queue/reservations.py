@@ -222,7 +222,9 @@ def _not_allowed(
     own = [reservation for reservation in counted if owners[reservation.maker] == owners[wanted.maker]]
     if wanted.maker and (why_not := _beyond(wanted, keys, sum(reservation.num_gpus for reservation in own))):
         return sentence(
-            "reservation.beyond", "{why_not} (line.yaml of the site says so; root may reserve more)", why_not=why_not
+            "reservation.beyond",
+            "{why_not} (by line.yaml of the site, or by default; root may reserve more)",
+            why_not=why_not,
         )
     present = len(set(wanted.devices) & set(uuids))
     if present < wanted.num_gpus:

@@ -18,7 +18,7 @@ from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_energy, local_time
 from gpuguard.users import user_name
-from gpuguard.views.text import padded, table
+from gpuguard.views.text import folded, padded, table
 
 MOST_DEEDS = 5  # that `who` shows a user
 # The guard recognises its actions by these facts after a restart; people recognise them by user, pid and policy.
@@ -162,10 +162,11 @@ def _facts_shown(line: Line) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def deeds(events: Iterable[Line]) -> list[str]:
+def deeds(events: Iterable[Line], width: int | None = None) -> list[str]:
     """Return the newest lines on what policies did to a user, under a heading, or [] if they did nothing."""
-    texts = [f"  {_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
-    return [_("what policies did to you within the hour:"), *texts[-MOST_DEEDS:]] if texts else []
+    texts = [f"{_moment(line['time_unix_seconds'])}  {text}" for line in events if (text := deed_text(line))]
+    lines = [line for text in texts[-MOST_DEEDS:] for line in folded(text, "  ", width)]
+    return [_("what policies did to you within the hour:"), *lines] if texts else []
 
 
 def _fact_text(name: str, value: object) -> str:

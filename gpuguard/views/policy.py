@@ -151,10 +151,10 @@ def _policy(policy: Policy, switch: str) -> Iterator[str]:
     yield from _schedule(policy)
     if policy.message:
         yield _("Users are told: {message}").format(message=policy.message)
-    yield _("Then, counted from when it began:")
     if policy.start_grace:
         first = policy.start_grace + policy.hold + sum(step.after for step in policy.steps[:1])
         yield _("For what has just started the first step comes after {time}.").format(time=format_duration(first))
+    yield _("Then, counted from when it began:")
     rows, elapsed = [], policy.hold
     for step in policy.steps:
         elapsed += step.after

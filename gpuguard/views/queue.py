@@ -20,10 +20,10 @@ from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.request import spelled
-from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_count, format_duration
 from gpuguard.views.jobs import stalled_advice, stalled_text
-from gpuguard.views.text import Paint, picked, shorten, table, wrapped
+from gpuguard.views.text import Paint, folded, picked, shorten, table
 
 
 def slurm_text(
@@ -161,30 +161,23 @@ def to_text(
     )
     lines += body[:1]
     for text, position in zip(body[1:], queue.positions, strict=True):
-        lines += [text, *_folded(_prospects(position, queue), _INDENT, width)]
-    lines += [line for text in unplanned_texts(queue) for line in _folded(neutralise(translated(text)), "", width)]
-    lines += [line for each in stalled for line in _folded(f"{stalled_text(each)}  {stalled_advice()}", "", width)]
+        lines += [text, *folded(_prospects(position, queue), _INDENT, width)]
+    lines += [line for text in unplanned_texts(queue) for line in folded(neutralise(translated(text)), "", width)]
+    lines += [line for each in stalled for line in folded(f"{stalled_text(each)}  {stalled_advice()}", "", width)]
     if kept := reservations_text(queue.facts.reserved, width=width):
         lines += ["", *kept]
     if not_counted := [ignored for ignored in queue.ignored if not ignored.unread]:
         lines += ["", _("Not counted:")]
         for ignored in not_counted:
             text = _("ticket {id} of {owner}: {reason}").format(**_not_counted(ignored))
-            lines += _folded(neutralise(text), "  ", width)
+            lines += folded(neutralise(text), "  ", width)
     if site.faults:
         text = _("The rules of this site do not count, because their file has faults:")
         if site.is_last_good:
             text = _("The last good rules of this site hold, because their file has faults:")
-        lines += ["", *_folded(text, "", width)]
+        lines += ["", *folded(text, "", width)]
         lines += [text for fault in site.faults for text in fault.lines(neutralise(site.path))]
     return lines
-
-
-def _folded(text: str, indent: str, width: int | None) -> list[str]:
-    """Return *text* in lines of at most *width* columns; a single word that is longer is shortened."""
-    if width is None:
-        return [indent + text]
-    return [shorten(indent + line, width) for line in wrapped(text, width - display_width(indent))]
 
 
 def _row(position: QueuePosition, queue: QueueState) -> list[str]:

@@ -50,6 +50,13 @@ def wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
+def folded(text: str, indent: str, width: int | None) -> list[str]:
+    """Return *text* in lines of at most *width* columns; a single word that is longer is shortened."""
+    if width is None:
+        return [indent + text]
+    return [shorten(indent + line, width) for line in wrapped(text, width - display_width(indent))]
+
+
 def padded(text: str, width: int, align: str = "<") -> str:
     """Return *text* with blanks behind it, or before it (``>``), in at least *width* columns."""
     blanks = " " * (width - display_width(text))
