@@ -576,6 +576,17 @@ def test_a_gpu_that_vanished_is_lost_and_comes_back(tmp_path: Path) -> None:
     assert [device.problems for device in backend.sample(WHO_FIELDS).devices] == [(), ()]
 
 
+def test_a_gpu_whose_driver_was_unbound_is_lost(tmp_path: Path) -> None:
+    tree = AmdTree(tmp_path, MI210, MI210)
+    backend = opened(tree)
+    backend.sample(WHO_FIELDS)
+    for path in (tmp_path / "sys/class/drm").iterdir():
+        if tree.devices[0].name in os.readlink(path):
+            path.unlink()
+
+    assert [device.problems for device in backend.sample(WHO_FIELDS).devices] == [("lost",), ()]
+
+
 def test_when_all_gpus_vanish_they_are_lost(tmp_path: Path) -> None:
     tree = AmdTree(tmp_path, MI210)
     backend = opened(tree)
@@ -801,6 +812,28 @@ def test_the_contexts_of_a_process_count_together(tmp_path: Path, child: int) ->
     assert listed(tree, frozenset({model.IDLE_PROCESSES})) == [(child, 3 * GIB, "compute")]
 
 
+def test_a_new_context_of_a_known_process_counts_as_soon_as_all_processes_are_looked_into(
+    tmp_path: Path, child: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, clock = AmdTree(tmp_path, MI210), [1000.0]
+    monkeypatch.setattr(amd, "boot_clock", lambda: clock[0])
+    backend = opened(tree)
+    entry = tree.computes(0, child, GIB)
+
+    def memory(seconds: float) -> int | None:
+        clock[0] += seconds
+        (process,) = backend.sample(WHO_FIELDS).devices[0].processes or ()
+        return process.memory_used
+
+    assert memory(0) == GIB
+    put(entry / f"context_1/vram_{tree.gpu_ids[0][0]}", str(64 * MIB))
+    assert memory(1) == GIB
+    assert memory(10) == GIB + 64 * MIB
+    put(entry / f"context_2/vram_{tree.gpu_ids[0][0]}", str(2 * GIB))
+    tree.uses(0, 4 * GIB)  # which nothing explains
+    assert memory(1) == 3 * GIB + 64 * MIB
+
+
 def test_memory_that_cannot_be_read_is_a_use_of_unknown_size(
     tmp_path: Path, child: int, refuse: Callable[..., None]
 ) -> None:
@@ -914,14 +947,14 @@ def test_memory_of_others_that_cannot_be_seen_keeps_a_gpu_from_being_given_away(
     tree = AmdTree(tmp_path, NAVI31, NAVI31)
     tree.draws(0, child, "drm-resident-vram:\t20 GiB", "drm-engine-gfx:\t7 ns")
     tree.uses(0, 21 * GIB)
-    real = os.listdir
+    real = os.open
 
-    def listdir(path: str) -> list[str]:
+    def open_or_refuse(path: str, *rest: int) -> int:
         if path.endswith(f"/{child}/fd"):
             raise PermissionError(errno.EACCES, "no")
-        return real(path)
+        return real(path, *rest)
 
-    monkeypatch.setattr(drm.os, "listdir", listdir)
+    monkeypatch.setattr(drm.os, "open", open_or_refuse)
     snapshot = sampled(tree, VERIFY_FIELDS)
     hidden, free = snapshot.devices
 

@@ -165,20 +165,36 @@ def sensors(tmp_path: Path) -> Iterator[tuple[Sensors, Path]]:
     written(device / "hwmon/hwmon3/name", "nvme\n")
     written(device / "hwmon/hwmon12/name", "amdgpu\n")
     written(device / "hwmon/hwmon12/temp2_label", "junction\n")
+    for file in ("temp2_input", "temp2_crit", "power1_average", "pwm1"):
+        written(device / "hwmon/hwmon12" / file, "1\n")
     yield Sensors(cards(str(tmp_path), AMD)[0]), device / "hwmon"
 
 
 def test_a_sensor_is_found_by_its_label(sensors: tuple[Sensors, Path]) -> None:
-    found, folder = sensors
+    found, _ = sensors
 
     assert found.path("temp", "edge", "junction").endswith("hwmon/hwmon12/temp2_input")
     assert found.path("temp", "junction", suffix="crit").endswith("hwmon/hwmon12/temp2_crit")
     assert found.path("power", suffix="average").endswith("hwmon/hwmon12/power1_average")
+    assert found.path("pwm", suffix="").endswith("hwmon/hwmon12/pwm1")
+
+
+@pytest.mark.parametrize(("kind", "labels", "suffix"), [("temp", ["edge"], "input"), ("power", [], "input")])
+def test_a_sensor_that_the_gpu_does_not_have_is_no_file(
+    sensors: tuple[Sensors, Path], kind: str, labels: list[str], suffix: str
+) -> None:
     with pytest.raises(NotTold):
-        found.path("temp", "edge")
-    # A reset gives the sensors another folder, with other numbers.
+        sensors[0].path(kind, *labels, suffix=suffix)
+
+
+def test_a_reset_gives_the_sensors_another_folder_with_other_numbers(sensors: tuple[Sensors, Path]) -> None:
+    found, folder = sensors
+    found.value("temp", "junction")
     (folder / "hwmon12").rename(folder / "hwmon4")
-    (folder / "hwmon4/temp2_label").rename(folder / "hwmon4/temp1_label")
+    for suffix in ("label", "input"):
+        (folder / f"hwmon4/temp2_{suffix}").rename(folder / f"hwmon4/temp1_{suffix}")
+    found.check()
+
     assert found.path("temp", "junction").endswith("hwmon/hwmon4/temp1_input")
 
 
@@ -317,17 +333,31 @@ def test_a_new_file_of_a_known_client_shows_with_the_next_full_scan(tmp_path: Pa
 def test_a_process_that_hides_its_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opens(tmp_path, 100, fdinfo(client=7))
     opens(tmp_path, 101, fdinfo(client=8))
-    real = os.listdir
+    real = os.open
 
-    def listdir(path: str) -> list[str]:
+    def open_or_refuse(path: str, *rest: int) -> int:
         if path.endswith("/101/fd"):
             raise PermissionError(errno.EACCES, "no")
-        return real(path)
+        return real(path, *rest)
 
-    monkeypatch.setattr(drm.os, "listdir", listdir)
+    monkeypatch.setattr(drm.os, "open", open_or_refuse)
     found = ClientScanner(str(tmp_path)).read(everywhere=True)
 
     assert ([client.pid for client in found.found], found.hidden) == ([100], True)
+
+
+def test_root_without_the_right_to_see_what_a_process_has_open_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens(tmp_path, 100, fdinfo(client=7))
+
+    def readlink(path: str, *, dir_fd: int | None = None) -> str:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(drm.os, "readlink", readlink)
+    found = ClientScanner(str(tmp_path)).read(everywhere=True)
+
+    assert (found.found, found.hidden) == ((), True)
 
 
 def test_a_copied_tree_without_descriptors_is_read_by_its_fdinfo(tmp_path: Path) -> None:
@@ -341,14 +371,14 @@ def test_a_node_under_another_name_is_known_by_its_number(tmp_path: Path, monkey
     opens(tmp_path, 101, fdinfo(client=8), target="/dev/zero")
     opens(tmp_path, 102, fdinfo(client=9), target="/dev/gone")
     opens(tmp_path, 103, fdinfo(client=10), target="/dev/shm/file of a user")
-    status = os.stat("/dev/null")
+    real = os.stat
+    status = real("/dev/null")
 
-    def stat(path: str) -> os.stat_result:
-        if "/101/" in path:
-            return status
-        if "/102/" in path:
-            raise FileNotFoundError(path)
-        return os.stat_result((*status[:10],), {"st_rdev": os.makedev(226, 128)})
+    def stat(path: str, *, dir_fd: int | None = None, **rest: bool) -> os.stat_result:
+        target = "" if dir_fd is None else os.readlink(path, dir_fd=dir_fd)
+        if target == "/dev/gpu0":
+            return os.stat_result((*status[:10],), {"st_rdev": os.makedev(226, 128)})
+        return real(path, dir_fd=dir_fd, **rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(drm.os, "stat", stat)
@@ -371,8 +401,8 @@ def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
     opens(tmp_path, 105, "pos:\t0", target="/dev/x")
     asked, real = list[str](), os.stat
 
-    def stat(path: str, **how: bool) -> os.stat_result:
-        asked.extend([path] if "/fd/" in path else [])
+    def stat(path: str, **how: int | None) -> os.stat_result:
+        asked.extend([path] if "dir_fd" in how else [])
         return real(path, **how)
 
     with monkeypatch.context() as patch:

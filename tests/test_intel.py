@@ -65,14 +65,14 @@ def machine(tmp_path: Path) -> Callable[..., IntelTree]:
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """This user may not look into the processes of others."""
-    listdir = os.listdir
+    real = os.open
 
-    def refuse(path: str) -> list[str]:
+    def refuse(path: str, *rest: int) -> int:
         if str(path).endswith("/fd"):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return listdir(path)
+        return real(path, *rest)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(drm.os, "open", refuse)
 
 
 # Fidelity: a second, naive reader of the same files
@@ -504,9 +504,9 @@ def test_without_proc_nothing_is_known_of_processes(machine: Callable[..., Intel
 
 @pytest.mark.parametrize("hides", ["pid namespace", "hidepid"])
 def test_processes_that_proc_leaves_out_are_hidden(monkeypatch: pytest.MonkeyPatch, hides: str) -> None:
-    listed = drm.listed
+    entries = drm.entries
     if hides == "hidepid":
-        monkeypatch.setattr(drm, "listed", lambda folder: [name for name in listed(folder) if name != "1"])
+        monkeypatch.setattr(drm, "entries", lambda folder: [name for name in entries(folder) if name != "1"])
     monkeypatch.setattr(procfs, "in_first_pid_namespace", lambda: hides != "pid namespace")
 
     assert drm.ClientScanner("/").read(everywhere=True).hidden

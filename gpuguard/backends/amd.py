@@ -23,7 +23,7 @@ from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connection
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
-from gpuguard.model import DEVICE_FIELDS, OF_THE_BOARD, Device, Gap, Snapshot
+from gpuguard.model import DEVICE_FIELDS, OF_THE_BOARD, Device, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.vendors import AMD, names_instance
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gpuguard.backends.amd_gpus import AmdGpu
     from gpuguard.backends.amd_processes import GpuUse
     from gpuguard.backends.kfd import KfdNode
-    from gpuguard.model import GpuProcess
 
 _MODES = ("dpx", "tpx", "qpx", "cpx")  # of a GPU that is divided into partitions
 # The groups for which the memory is read: whether a list of processes can be true shows by it.
@@ -126,6 +125,7 @@ class Amd:
     def _read(self, gpu: AmdGpu, fields: Collection[str]) -> CardReading:
         """Read all that is wanted of a GPU but its processes, for which its memory is read as well."""
         self.progress(gpu.index)
+        gpu.files.sensors.check()
         reading = CardReading(gpu.uuid, fields, asleep=gpu.card.asleep)
         if not _WITH_MEMORY.isdisjoint(fields):
             read_memory(reading, gpu.files)
@@ -187,13 +187,13 @@ class Amd:
             reading.set("minor_number", lambda: node.render_minor)
         reading.set("memory_total", lambda: node.memory)
         if use is not None:
-            own, of_whole = use.nodes.get(node.gpu_id or 0, ()), whole.values.get("memory_used")
+            own, of_whole = use.nodes.get(node.gpu_id or 0, {}), whole.values.get("memory_used")
             untold = use.untold or _fault(use, of_whole)
             if untold is None:
-                reading.set("memory_used", lambda: _used(own, use, of_whole))
+                reading.set("memory_used", lambda: _used(own.values(), use, of_whole))
             if node.memory is not None and isinstance(used := reading.values.get("memory_used"), int):
                 reading.values["memory_free"] = max(0, node.memory - used)
-            self._list(reading, own, untold)
+            self._list(reading, [GpuProcess(pid, size) for pid, size in own.items()], untold)
         reading.close({}, _OF_THE_WHOLE)
         device = _device(
             gpu,
@@ -261,16 +261,16 @@ def _fault(use: GpuUse, used: object) -> str | None:
     return _UNEXPLAINED if used - listed > idle_limit(None) + listed // 4 else None
 
 
-def _used(own: Iterable[GpuProcess], use: GpuUse, used: object) -> int:
-    """Return the bytes in use on a partition with the processes *own*.  Raises NotTold if they may hold more."""
-    listed = sum(row.memory_used or 0 for row in own)
+def _used(own: Iterable[int | None], use: GpuUse, used: object) -> int:
+    """Return the bytes in use on a partition whose processes have *own*.  Raises NotTold if they may hold more."""
+    listed = sum(size or 0 for size in own)
     if listed and isinstance(used, int) and used - (_listed(use) or 0) > idle_limit(None):
         raise NotTold(_UNEXPLAINED)
     return listed
 
 
 def _listed(use: GpuUse) -> int | None:
-    sizes = [row.memory_used for rows in use.nodes.values() for row in rows]
+    sizes = [size for sizes in use.nodes.values() for size in sizes.values()]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gpuguard import model
@@ -61,6 +62,11 @@ class GpuFiles:
         self.root, self.card, self.integrated = root, card, integrated
         self.sensors = Sensors(card)
 
+    @cached_property
+    def name(self) -> str:
+        """The name of the product."""
+        return product_name(self.root, self.card, AMD)
+
     def number(self, name: str) -> int:
         """Return the number in a file of the PCI device."""
         return number(read(f"{self.card.device}/{name}"))
@@ -72,7 +78,7 @@ class GpuFiles:
     def has_fan(self) -> bool:
         """Return whether the board has a fan that the driver knows."""
         try:
-            return os.path.exists(self.sensors.path("pwm", suffix=""))
+            return bool(self.sensors.path("pwm", suffix=""))
         except NotTold:
             return False
 
@@ -118,7 +124,7 @@ def _total(files: GpuFiles) -> int | None:
 def read_model(reading: CardReading, files: GpuFiles) -> None:
     """Read what the GPU is and where it lies."""
     reading.values["integrated"] = files.integrated
-    reading.set("name", lambda: product_name(files.root, files.card, AMD))
+    reading.set("name", lambda: files.name)
     read_place(reading, files.card)
 
 
@@ -140,7 +146,7 @@ def read_problems(reading: CardReading, files: GpuFiles) -> None:
 
 def read_link_of_slot(reading: CardReading, files: GpuFiles) -> None:
     """Read the link between slot and card: behind the switch of a card every link is as fast as it can be."""
-    above = os.path.dirname(os.path.dirname(os.path.realpath(files.card.device)))
+    above = os.path.dirname(os.path.dirname(files.card.device))
     is_switch = (read_or(f"{above}/vendor"), read_or(f"{above}/device")) == _SWITCH
     read_link(reading, above if is_switch else files.card.device, wakes=True)
 

@@ -50,7 +50,7 @@ class AmdGpu:
     @property
     def is_lost(self) -> bool:
         """Whether it has vanished from the bus."""
-        return not os.path.exists(self.card.device)
+        return not os.path.exists(self.card.folder)
 
     @property
     def uuids(self) -> frozenset[str]:

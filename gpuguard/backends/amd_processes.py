@@ -29,14 +29,14 @@ _MEMORY = ("drm-resident-{}", "drm-memory-{}", "{}-mem")  # of a client; the las
 _GFX, _COMPUTE = "drm-engine-gfx", "drm-engine-compute"  # nanoseconds; an engine that was not used has no line
 
 
-_NOTHING = KfdProcesses(frozenset(), {})
+_NOTHING = KfdProcesses(frozenset(), {}, {})
 
 
 class GpuUse(NamedTuple):
     """The processes of one GPU."""
 
     rows: tuple[GpuProcess, ...]  # all of them
-    nodes: Mapping[int, tuple[GpuProcess, ...]]  # those that KFD lists on each node, by gpu_id
+    nodes: Mapping[int, Mapping[int, int | None]]  # gpu_id of a node -> pid -> bytes that KFD tells
     untold: str | None  # why the list cannot be had
 
     @property
@@ -116,7 +116,7 @@ class AmdProcesses:
     ) -> GpuUse:
         known = _NOTHING if isinstance(listed, NotTold) else listed
         untold = listed.reason if isinstance(listed, NotTold) and gpu.nodes else None
-        nodes: dict[int, tuple[GpuProcess, ...]] = {}
+        nodes: dict[int, Mapping[int, int | None]] = {}
         rows: dict[int, GpuProcess] = {}
         for pid, files in clients.items():
             # A program of ROCm opens all GPUs, and uses only those on which KFD shows memory or a queue of it.
@@ -129,9 +129,8 @@ class AmdProcesses:
             if gpu_id is None:
                 untold = _NO_GPU_ID
                 continue
-            own = known.memory.get(gpu_id, {})
-            nodes[gpu_id] = tuple(GpuProcess(pid, used) for pid, used in own.items())
-            for pid, used in own.items():
+            nodes[gpu_id] = known.memory.get(gpu_id, {})
+            for pid, used in nodes[gpu_id].items():
                 before = uses.get(pid, 0)
                 uses[pid] = None if used is None or before is None else before + used
         for pid, used in uses.items():

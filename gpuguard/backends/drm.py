@@ -12,7 +12,7 @@ import errno
 import os
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.vendors import Vendor
 
+_NODES = DRM_NODES.rstrip("*")
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
 _LONGEST = 2**16  # bytes: a file of sysfs has at most a page, and fdinfo of a client with all its engines two
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII).fullmatch
@@ -120,11 +121,15 @@ def percent(part: int, whole: int = 100) -> float:
 
 def listed(folder: str) -> list[str]:
     """Return the names in *folder* in order, numbers by their size; none if it cannot be read."""
+    return sorted(entries(folder), key=lambda name: [int(part or 0) for part in re.split(r"\D+", name)])
+
+
+def entries(folder: str) -> list[str]:
+    """Return the names in *folder* in any order; none if it cannot be read."""
     try:
-        names = os.listdir(folder)
+        return os.listdir(folder)
     except OSError:
         return []
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)])
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -146,10 +151,10 @@ class Card:
     ids: str  # vendor and device as pci.ids writes them, "1002:74a1", or "" if unknown
     render_minor: int | None  # 128 for /dev/dri/renderD128
 
-    @property
+    @cached_property
     def device(self) -> str:
-        """The folder of the PCI device."""
-        return f"{self.folder}/device"
+        """The folder of the PCI device, without the links that lead to it: each would cost each file that is read."""
+        return os.path.realpath(f"{self.folder}/device")
 
     @property
     def uuid(self) -> str:
@@ -222,28 +227,30 @@ class Sensors:
     """The sensors of one GPU (hwmon), found by their labels, because their numbers differ from chip to chip."""
 
     def __init__(self, card: Card) -> None:
-        self._device = card.device
+        self._above = f"{card.device}/hwmon"
         self._driver = card.driver
         self._folder = ""
-        self._labels: dict[tuple[str, str], str] = {}  # ("temp", "junction") -> "temp2"
+        self._files: frozenset[str] = frozenset()
+        self._labels: dict[tuple[str, str], str] = {}  # ("temp", "junction") -> "temp2"; the label may be ""
+
+    def check(self) -> None:
+        """Forget the folder of the sensors if it is gone, as after a reset of the GPU.  Call it once a sample."""
+        if self._folder and not os.path.isdir(self._folder):
+            self._folder = ""
 
     def path(self, kind: str, *labels: str, suffix: str = "input") -> str:
         """Return the file of the first of *labels* that there is; without labels, of the sensor 1 of this *kind*.
 
         With an empty *suffix* the file is that of the sensor itself, such as pwm1.  Raises NotTold if there is none.
-        A reset of the GPU may give the sensors another folder.
         """
-        above = f"{self._device}/hwmon"
-        if not self._folder or not os.path.isdir(f"{above}/{self._folder}"):
-            folders = (name for name in listed(above) if read_or(f"{above}/{name}/name") == self._driver)
-            self._folder = next(folders, "")
-            self._labels = dict(self._labelled())
         if not self._folder:
+            self._find()
+        labelled = (self._labels[kind, label] for label in labels if (kind, label) in self._labels)
+        sensor = next(labelled, "" if labels else f"{kind}1")
+        file = f"{sensor}_{suffix}" if suffix else sensor
+        if file not in self._files:
             raise NotTold(_ABSENT)
-        sensor = next((self._labels[kind, label] for label in labels if (kind, label) in self._labels), None)
-        if labels and sensor is None:
-            raise NotTold(_ABSENT)
-        return f"{self._device}/hwmon/{self._folder}/{sensor or f'{kind}1'}{suffix and f'_{suffix}'}"
+        return f"{self._folder}/{file}"
 
     def value(self, kind: str, *labels: str, suffix: str = "input") -> int:
         """Return what a sensor says: see path().  Raises NotTold."""
@@ -256,12 +263,15 @@ class Sensors:
         except NotTold:
             return percent(self.value("fan"), self.value("fan", suffix="max"))
 
-    def _labelled(self) -> Iterator[tuple[tuple[str, str], str]]:
-        folder = f"{self._device}/hwmon/{self._folder}"
-        for name in listed(folder) if self._folder else ():
-            sensor, _, suffix = name.rpartition("_")
-            if suffix == "label" and (label := read_or(f"{folder}/{name}")):
-                yield (sensor.rstrip("0123456789"), label), sensor
+    def _find(self) -> None:
+        folders = (f"{self._above}/{name}" for name in listed(self._above))
+        self._folder = next((folder for folder in folders if read_or(f"{folder}/name") == self._driver), "")
+        files = listed(self._folder) if self._folder else []
+        self._files = frozenset(files)
+        self._labels.clear()
+        for sensor in dict.fromkeys(file.partition("_")[0] for file in files):
+            label = read_or(f"{self._folder}/{sensor}_label") if f"{sensor}_label" in self._files else ""
+            self._labels.setdefault((sensor.rstrip("0123456789"), label), sensor)
 
 
 # One device
@@ -292,10 +302,12 @@ class CardReading:
             read, facts = value(), DEVICE_FIELDS[name]
             if read is None:
                 raise NotTold(_ABSENT)
-            if facts.is_number and not facts.holds(read):  # type: ignore[arg-type]
-                value_ = f"{read!r:.40}"
-                raise NotTold(sentence("nvml.implausible_value", "implausible value {value}", value=value_))
-            self.values[name] = facts.number(read) if facts.is_number else read  # type: ignore[arg-type]
+            if facts.is_number:
+                if not facts.holds(read):  # type: ignore[arg-type]
+                    value_ = f"{read!r:.40}"
+                    raise NotTold(sentence("nvml.implausible_value", "implausible value {value}", value=value_))
+                read = facts.number(read)  # type: ignore[arg-type]
+            self.values[name] = read
         except NotTold as gap:
             self.gap(name, gap.reason)
 
@@ -361,7 +373,7 @@ def _connection(one: Card, other: Card) -> str | None:
     PIX and PXB are not told apart, because a card may have a switch of its own.
     """
     # "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.0": a host bridge, a port of it, the GPU
-    paths = [os.path.realpath(card.device).rpartition("/pci")[2] for card in (one, other)]
+    paths = [card.device.rpartition("/pci")[2] for card in (one, other)]
     if not all(re.match(r"[0-9a-f]{4}:[0-9a-f]{2}/", path) for path in paths):
         return None
     if shared := os.path.commonpath(paths):
@@ -428,7 +440,7 @@ class ClientScanner:
     def read(self, *, everywhere: bool, also: Collection[int] = ()) -> Clients:
         """Look into all processes, or only at the files that were such the last time, and into the processes *also*."""
         if everywhere:
-            pids = [int(name) for name in listed(self._proc) if name.isdecimal()]
+            pids = sorted(int(name) for name in entries(self._proc) if name.isdecimal())
             # /proc leaves out the processes outside of our pid namespace, and with hidepid those of other users.
             hides = self._of_this_machine and (1 not in pids or not procfs.in_first_pid_namespace())
             self._hidden = hides or not os.path.isdir(self._proc)
@@ -464,18 +476,15 @@ class ClientScanner:
         """
         folder = f"{self._proc}/{pid}"
         try:
-            names = os.listdir(f"{folder}/fd") if descriptors is None else descriptors
+            named_by_root = procfs.read_link(f"{folder}/ns/mnt") in self._roots_own
+            nodes = _drm_nodes(f"{folder}/fd", descriptors, named_by_root=named_by_root)
         except FileNotFoundError:
-            names = listed(f"{folder}/fdinfo")  # it has ended, or a copied tree has nothing else
+            nodes = dict.fromkeys(listed(f"{folder}/fdinfo"), "")  # it has ended, or a copied tree has nothing else
         except OSError:
             self._hidden = self._hidden or everywhere
             return
-        named_by_root = procfs.read_link(f"{folder}/ns/mnt") in self._roots_own
-        for name in names:
-            node = _node(f"{folder}/fd/{name}", named_by_root=named_by_root)
+        for name, node in nodes.items():
             fdinfo = f"{folder}/fdinfo/{name}"
-            if node is None:
-                continue
             address, spared = self._gpu_of(node)
             client = None if spared else parse_client(pid, read_or(fdinfo))
             if client:
@@ -492,23 +501,43 @@ class ClientScanner:
         return self._gpus[node]
 
 
-def _node(path: str, *, named_by_root: bool) -> str | None:
-    """Return the name of the DRM device behind a descriptor, "" if fdinfo has to tell it, or None if it is none.
+def _drm_nodes(folder: str, descriptors: Iterable[str] | None, *, named_by_root: bool) -> dict[str, str]:
+    """Return the DRM devices that a process has open, by descriptor: their names, or "" if fdinfo has to tell it.
 
     In a mount namespace of their own, users can give a node any name, and any name to a file of a file system of their
     own (FUSE), which answers stat() when they like.  So there only fdinfo tells, which comes from the kernel, but for
     the names that users give to a dma-buf.  Elsewhere the name follows from the device's number, as root may have
     renamed nodes.
+
+    *folder* is the /proc/PID/fd of the process; with *descriptors* only these are looked at.  Raises OSError if this
+    user may not see them, or the process has ended.
     """
-    target = procfs.read_link(path)
-    if target is None or target.startswith(DRM_NODES.rstrip("*")):
-        return os.path.basename(target or "")
-    if not named_by_root:
-        return "" if target.startswith("/") and not target.startswith("/dmabuf:") else None
-    if not target.startswith("/dev/") or target.startswith("/dev/shm/"):
-        return None
+    found: dict[str, str] = {}
+    opened = os.open(folder, _READING | os.O_DIRECTORY)  # it saves half of what the path of each file would cost
     try:
-        number = os.stat(path).st_rdev
+        for name in os.listdir(opened) if descriptors is None else descriptors:
+            try:
+                target = os.readlink(name, dir_fd=opened)
+            except PermissionError:  # root may list the files of all, but without CAP_SYS_PTRACE not see what they are
+                raise
+            except OSError:
+                found[name] = ""
+                continue
+            if target.startswith(_NODES):
+                found[name] = os.path.basename(target)
+            elif not named_by_root:
+                if target.startswith("/") and not target.startswith("/dmabuf:"):
+                    found[name] = ""
+            elif target.startswith("/dev/") and not target.startswith("/dev/shm/") and (node := _node(name, opened)):
+                found[name] = node
+    finally:
+        os.close(opened)
+    return found
+
+
+def _node(descriptor: str, folder: int) -> str | None:
+    try:
+        number = os.stat(descriptor, dir_fd=folder).st_rdev
     except OSError:
         return None
     minor = os.minor(number)

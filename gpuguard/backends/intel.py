@@ -16,6 +16,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
@@ -28,7 +29,7 @@ from gpuguard.procfs import boot_clock
 from gpuguard.vendors import INTEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from gpuguard.backends.drm import Card, Clients, DrmClient
     from gpuguard.backends.intel_memory import MemoryRegion
@@ -134,8 +135,9 @@ class Intel:
             return {"name": gpu.name, "problems": (_LOST,)}, [Gap(uuid, "device", _GPU_LOST)]
         if card != gpu.card:  # its driver was loaded again
             gpu = self._gpus[index] = replace(gpu, card=card, counters=Counters())
+        gpu.sensors.check()
         gpu.counters.forget(look.clock)
-        view = _View(gpu, CardReading(uuid, look.fields, card.asleep), look)
+        view = _View(gpu, CardReading(uuid, look.fields, gpu.card.asleep), look)
         for group, reader in _READERS.items():
             if group in look.fields:
                 reader(view)
@@ -307,7 +309,7 @@ class _View:
         and one sensor of each kind.
         """
         reason: str = _ABSENT
-        for path in [path for suffix in suffixes for path in self._sensors(kind, suffix)]:
+        for path in self._sensors(kind, suffixes):
             try:
                 value = number(read(path))
             except NotTold as gap:
@@ -319,12 +321,10 @@ class _View:
             reason = zero
         raise NotTold(reason)
 
-    def _sensors(self, kind: str, suffix: str) -> list[str]:
-        found = []
-        for label in ("card", "pkg"):
+    def _sensors(self, kind: str, suffixes: Iterable[str]) -> Iterator[str]:
+        for suffix, label in product(suffixes, ("card", "pkg", "")):
             with suppress(NotTold):
-                found.append(self.gpu.sensors.path(kind, label, suffix=suffix))
-        return found or [self.gpu.sensors.path(kind, suffix=suffix)]
+                yield self.gpu.sensors.path(kind, label, suffix=suffix)
 
 
 # Groups of fields

@@ -11,10 +11,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpuguard.backends.drm import NotTold, listed, number, pairs, read, read_or, refused
+from gpuguard.backends.drm import NotTold, entries, listed, number, pairs, read, read_or, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _XGMI = "11"  # CRAT_IOLINK_TYPE_XGMI of kfd_crat.h
 _FUNCTION = 7  # the bits of location_id in which the partitions of a GPU have their number
@@ -118,13 +118,14 @@ class KfdProcesses(NamedTuple):
 
     pids: frozenset[int]  # all of them, also those that only look, such as rocm-smi
     memory: Mapping[int, Mapping[int, int | None]]  # gpu_id -> pid -> bytes, None if unknown
+    contexts: Mapping[int, Sequence[str]]  # pid -> the folders of its address spaces, for a process that uses a node
 
 
 def processes(root: str, gpu_ids: Collection[int], known: KfdProcesses | None = None) -> KfdProcesses:
     """Return who uses the nodes *gpu_ids*.  Raises NotTold if the kernel does not list them.
 
     To open KFD makes an entry of a process for each GPU.  Only memory or a queue there is a use.  Of a process of
-    *known*, only the entries that it used then are read.
+    *known*, only the entries that it used then are read, in the contexts that it had then.
     """
     folder = f"{_folder(root)}/proc"
     try:
@@ -133,20 +134,25 @@ def processes(root: str, gpu_ids: Collection[int], known: KfdProcesses | None = 
         raise refused(error) from None
     uses: dict[int, dict[int, int | None]] = {gpu_id: {} for gpu_id in gpu_ids}
     pids = frozenset(int(name) for name in names if name.isdecimal())
+    contexts: dict[int, Sequence[str]] = {}
     for pid in pids:
-        entry = f"{folder}/{pid}"
-        wanted = gpu_ids
         if known and pid in known.pids:
             wanted = [gpu_id for gpu_id in gpu_ids if pid in known.memory.get(gpu_id, ())]
-        contexts = (
-            [entry, *(f"{entry}/{name}" for name in _names(entry) if name.startswith("context_"))] if wanted else []
-        )
-        memory = {gpu_id: _memory(contexts, gpu_id) for gpu_id in wanted}
-        queues = _queues(contexts) if 0 in memory.values() else frozenset()
+            own = known.contexts.get(pid, ())
+        else:
+            wanted, own = list(gpu_ids), _contexts(f"{folder}/{pid}")
+        memory = {gpu_id: _memory(own, gpu_id) for gpu_id in wanted}
+        queues = _queues(own) if 0 in memory.values() else frozenset()
         for gpu_id, used in memory.items():
             if used != 0 or gpu_id in queues:
                 uses[gpu_id][pid] = used
-    return KfdProcesses(pids, uses)
+                contexts[pid] = own
+    return KfdProcesses(pids, uses, contexts)
+
+
+def _contexts(entry: str) -> list[str]:
+    """Return the folders of the address spaces of a process: its entry, and each further one that it has made."""
+    return [entry, *(f"{entry}/{name}" for name in entries(entry) if name.startswith("context_"))]
 
 
 def _memory(contexts: Iterable[str], gpu_id: int) -> int | None:
@@ -166,15 +172,8 @@ def _memory(contexts: Iterable[str], gpu_id: int) -> int | None:
 
 def _queues(contexts: Iterable[str]) -> frozenset[int | None]:
     """Return the GPUs on which a process has a queue of commands."""
-    queues = [f"{context}/queues/{name}" for context in contexts for name in _names(f"{context}/queues")]
+    queues = [f"{context}/queues/{name}" for context in contexts for name in entries(f"{context}/queues")]
     return frozenset(_known(read_or(f"{queue}/gpuid")) for queue in queues)
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _folder(root: str) -> str:
