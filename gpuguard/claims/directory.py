@@ -376,7 +376,10 @@ def _exists(path: str) -> bool:
 
 
 def unusable_locks(directory: LockDirectory, names: Iterable[str]) -> dict[str, str]:
-    """Return for each of *names* whose file this process can never lock, nor make, why; make no file."""
+    """Return name -> why this process can never lock that file, for those of *names* that it can neither lock nor make.
+
+    It makes no file.
+    """
     if directory.closed or directory.is_missing():
         return {}
     may_make = os.access(directory.locks, os.W_OK | os.X_OK, effective_ids=True)

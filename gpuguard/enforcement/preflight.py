@@ -98,7 +98,7 @@ class ActionContext:
     alarm: tuple[str, ...] = ()  # targets of the notifier for alarms that no policy has foreseen
 
     def has_turn(self, verdict: Verdict, process: ProcessTarget) -> bool:
-        """Return whether the step was taken on a process that a rule has found, of the job of *process* of the rest."""
+        """Return whether *process*, which no rule has found, ends now: the step was taken on one of its job that is."""
         job, found = self.member(process.identity).job, identities(verdict.finding.processes)
         return any(self.limits.is_done(verdict, other) and self.member(other).job == job for other in found)
 
