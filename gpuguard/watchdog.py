@@ -25,7 +25,7 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected, is_alive
 from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
-from gpuguard.enforcement.preflight import ActionContext, Notifier, effect_seen
+from gpuguard.enforcement.preflight import ActionContext, Notifier, memory_is_back
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
@@ -577,7 +577,7 @@ class Watchdog:
         self._awaited = []
         for past in awaited:
             age, alive = clock - past.clock, is_alive(past.process)
-            is_over = not alive and effect_seen(past, snapshot)
+            is_over = not alive and memory_is_back(past, snapshot)
             if not is_over and age < engine.EFFECT_SECONDS:
                 self._awaited.append(past)
                 continue

@@ -608,9 +608,12 @@ def _limits(target: Preflight) -> tuple[FailedCheck, ...]:
 
 
 def effect_seen(past: PastAction, now: Snapshot) -> bool:
-    """Return whether the process of *past* is gone and its memory is back, on those of its devices that *now* has."""
-    if identity.is_alive(past.process):
-        return False
+    """Return whether the process of *past* is gone and its memory is back."""
+    return not identity.is_alive(past.process) and memory_is_back(past, now)
+
+
+def memory_is_back(past: PastAction, now: Snapshot) -> bool:
+    """Return whether the memory of the process of *past* is back, on those of its devices that *now* has."""
     for uuid, before in past.memory_used:
         device = now.device(uuid)
         if device and (device.memory_used is None or device.memory_used > before - (past.memory or 0) // 2):
