@@ -453,7 +453,7 @@ def test_a_known_holder_of_a_lock_is_believed_without_asking_every_process_until
     with a_claim(directory):
         (found,) = probe(directory, [UUID])
         known = [replace(found, holders=(*found.holders, gone.pid))]
-        monkeypatch.setattr(records, "holders_of", lambda *_: pytest.fail("every process was asked"))
+        monkeypatch.setattr(records, "holders_of", lambda *_, **_how: pytest.fail("every process was asked"))
         (claim,) = probe(directory, [UUID], known=known)
 
     assert claim == found
@@ -474,7 +474,7 @@ def test_a_watcher_asks_every_process_now_and_then(directory: LockDirectory, mon
     clock = [1000.0]
     monkeypatch.setattr("gpuguard.claims.records.time.monotonic", lambda: clock[0])
     really = records.holders_of
-    monkeypatch.setattr(records, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
+    monkeypatch.setattr(records, "holders_of", lambda *some, **how: asked.append(clock[0]) or really(*some, **how))
     watcher = ClaimWatcher()
     with a_claim(directory):
         for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
@@ -492,7 +492,7 @@ def test_a_watcher_searches_all_processes_for_an_unseen_holder_now_and_then_and_
     asked: list[float] = []
     clock = [1000.0]
     monkeypatch.setattr("gpuguard.claims.records.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(records, "holders_of", lambda *_: asked.append(clock[0]) or {})
+    monkeypatch.setattr(records, "holders_of", lambda *_, **_how: asked.append(clock[0]) or {})
     monkeypatch.setattr(records, "held_by_no_process", lambda _directory, names: set(names) if hidden else set())
     watcher = ClaimWatcher()
     with a_lock(directory):
@@ -505,7 +505,7 @@ def test_a_watcher_searches_all_processes_for_an_unseen_holder_now_and_then_and_
 def test_a_new_claim_of_a_device_whose_holder_was_sought_in_vain_is_seen_at_once(directory, monkeypatch):
     really = records.holders_of
     watcher = ClaimWatcher()
-    monkeypatch.setattr(records, "holders_of", lambda *_: {})
+    monkeypatch.setattr(records, "holders_of", lambda *_, **_how: {})
     with a_lock(directory):
         watcher.probe(directory, [UUID])
     monkeypatch.setattr(records, "holders_of", really)

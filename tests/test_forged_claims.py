@@ -364,6 +364,36 @@ print(wakeup.flock_holder(file) == os.getpid())
 """
 
 
+ELSEWHERE = """
+import fcntl, json, os, subprocess, sys
+locks, place, record, uid = sys.argv[1:]
+subprocess.run(["mount", "--bind", locks, place], check=True)
+file, said = os.open(f"{place}/GPU-a", os.O_RDONLY), os.open(record, os.O_RDWR | os.O_CREAT, 0o644)
+os.write(said, json.dumps({"schema": 1, "devices": ["GPU-a"], "pid": 2, "descriptors": []}).encode())
+os.fchown(said, int(uid), -1)
+[fcntl.flock(one, fcntl.LOCK_EX) for one in (file, said)]
+os.setgroups([]); os.setresgid(*[int(uid)] * 3); os.setresuid(*[int(uid)] * 3)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.root
+def test_a_lock_that_was_opened_where_the_directory_is_mounted_elsewhere_has_a_holder_and_can_be_released(
+    directory: LockDirectory, tmp_path: Path
+) -> None:
+    """Any user can mount it so in namespaces of their own, and would hold a GPU that no policy can take back."""
+    os.close(open_lock(directory, "GPU-a"))
+    record, place = record_path(directory, MALLORY, "abcdef12"), tmp_path / "elsewhere"
+    place.mkdir()
+    words = ["unshare", "-m", sys.executable, "-c", ELSEWHERE, directory.locks, str(place), record, str(MALLORY)]
+    with a_ready_child(words) as child:
+        (claim,) = probe(directory, ["GPU-a"])
+        assert (claim.id, claim.holders) == ("abcdef12", (child.pid,))
+        with lock_handle(directory, claim) as handle:
+            assert (len(handle.locks), handle.holder) == (1, child.pid)
+
+
 @pytest.mark.root
 def test_a_holder_is_found_where_the_kernel_counts_devices_in_two_ways(tmp_path: Path) -> None:
     words = ["unshare", "-m", sys.executable, "-c", TWO_NUMBERS]

@@ -47,17 +47,18 @@ _OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID
 
 
 def holders_of(
-    directory: LockDirectory, uuids: set[str], is_suspect: Callable[[int], bool]
+    directory: LockDirectory, uuids: set[str], is_suspect: Callable[[int], bool], *, by_any_name: bool = False
 ) -> dict[str, dict[int, int]]:
     """Return for each device the processes (of suspect uids) that hold its lock, pid -> uid, as far as we may see them.
 
     They come from /proc/PID/fdinfo, because /proc/locks names the process that took the lock, even when only the job
     that inherited it still lives.  A user who has too many files open to be read in time hides only processes of their
-    own.
+    own.  With *by_any_name* the locks are also found where they were opened in a mount namespace that gives the
+    directory another name, for which all open files are read.
     """
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
     names = {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
-    paths = {start + uuid for uuid in names.values()}
+    paths = set[str]() if by_any_name else {start + uuid for uuid in names.values()}
     holders: dict[str, dict[int, int]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

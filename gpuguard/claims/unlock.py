@@ -343,12 +343,17 @@ def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Call
 
 
 def _is_lock(directory: LockDirectory, descriptor: int) -> bool:
-    """Return whether a borrowed file is a lock file of *directory*, because a record is only its owner's word."""
-    path = os.readlink(f"/proc/self/fd/{descriptor}")
-    start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
-    if not path.startswith(start) or "/" in path[len(start) :]:
+    """Return whether a borrowed file is a lock file of *directory*, because a record is only its owner's word.
+
+    It has another name here if it was opened where its owner had mounted the directory elsewhere.
+    """
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
-    return stat.S_ISREG(os.fstat(descriptor).st_mode) and is_same_file(descriptor, path)
+    path, start = os.readlink(f"/proc/self/fd/{descriptor}"), f"{os.path.realpath(directory.locks)}/{directory.prefix}"
+    if path.startswith(start) and "/" not in path[len(start) :]:
+        return is_same_file(descriptor, path)
+    names = [name for name in os.listdir(directory.locks) if name.startswith(directory.prefix)]
+    return any(is_same_file(descriptor, f"{directory.locks}/{name}") for name in names)
 
 
 def _getfd(pidfd: int, number: int) -> int:

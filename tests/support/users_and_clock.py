@@ -27,7 +27,7 @@ class Pretended(ExitStack):
 
     def __enter__(self) -> Pretended:
         # All that hold locks are one process here, and /proc says whose that is.
-        self.enter_context(mock.patch("gpuguard.claims.records.holders_of", lambda *_: {}))
+        self.enter_context(mock.patch("gpuguard.claims.records.holders_of", lambda *_, **_how: {}))
         self.enter_context(mock.patch("time.time", lambda: self.clock))
         self.enter_context(
             mock.patch.multiple(
