@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process
-from claimholders import Holder, a_holder
+from claimholders import Holder, a_holder, a_ready_child, by_hand
 from guard_scene import SOMEBODY, Guard, Listing
 from nodes import remove
 
@@ -280,6 +280,15 @@ def test_a_claim_that_only_the_daemon_knows_is_over_when_nothing_is_locked(claim
     outcome = claimed.act(claim, snapshot=snapshot, directory=replace(claimed.directory, keeper=os.geteuid()))
 
     assert (outcome.word, outcome.why) == ("refused", "it has ended")
+
+
+def test_a_lock_that_was_taken_by_hand_and_has_no_record_is_released(claimed):
+    with a_ready_child(by_hand(claimed.directory.lock_path(claimed.uuids[0]), SOMEBODY)) as child:
+        snapshot = with_claims(claimed.machine.sample((), None), lambda: claimed.directory)
+        (claim,) = snapshot.claims
+        outcome = claimed.act(claim, snapshot=snapshot)
+
+        assert (claim.written, outcome.word, claimed.locked(), child.poll()) == (None, "done", 0, None)
 
 
 def test_claims_of_the_system_are_never_taken(claimed):

@@ -127,7 +127,9 @@ def lock_handle(directory: LockDirectory, claim: ClaimRecord) -> Iterator[LockHa
     """
     path = record_path(directory, claim.uid, claim.id)
     named, granted = _descriptors_of(path, claim.uid), _granted_locks(directory, claim)
-    if named is None and not granted:
+    # A lock that was taken by hand has no record: then its holder cannot be told, but the lock can be released.
+    is_held = named is not None or claim_named(probe(directory, claim.devices), claim.uid, claim.id) is not None
+    if not is_held and not granted:
         raise ClaimError(
             sentence(
                 "claim.no_record",
@@ -138,7 +140,7 @@ def lock_handle(directory: LockDirectory, claim: ClaimRecord) -> Iterator[LockHa
     borrowed: list[int] = []
     try:
         try:
-            handle = _borrow(directory, claim, frozenset(named or ()), borrowed)
+            handle = _borrow(directory, claim, named, borrowed)
         except ClaimError:
             if not granted:
                 raise
@@ -210,12 +212,17 @@ def _renew_granted(directory: LockDirectory, claim: ClaimRecord) -> None:
                 grants.replace_file(directory, name)
 
 
-def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int], borrowed: list[int]) -> LockHandle:
-    """Return the files of *claim*, and fill *borrowed* with the descriptors to close, even if an error is raised."""
+def _borrow(
+    directory: LockDirectory, claim: ClaimRecord, named: tuple[int, ...] | None, borrowed: list[int]
+) -> LockHandle:
+    """Return the files of *claim*, and fill *borrowed* with the descriptors to close, even if an error is raised.
+
+    *named* are the descriptors in its record, or None if it has none.
+    """
     handle: LockHandle | None = None
     path = record_path(directory, claim.uid, claim.id)
     record, missing = inode_of(path), _locked_inodes(directory, claim)
-    wanted, locks = set(named if len(named) <= MOST_LOCKS else ()), list[int]()
+    wanted, locks = set(named if named and len(named) <= MOST_LOCKS else ()), list[int]()
 
     def is_record(descriptor: int) -> bool:
         # The path may name another claim by now, so only the file that is locked counts.
@@ -240,6 +247,8 @@ def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int],
             if lent is not None:
                 borrowed.append(lent)
                 handle = LockHandle(lent, path, (), pid, pidfd)
+        elif named is None and locks:
+            handle = LockHandle(-1, path, (), 0, -1)
         if handle and not missing and not wanted:
             break
         if handle is None or handle.pidfd != pidfd:  # otherwise many processes would use up our descriptors

@@ -322,7 +322,7 @@ def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory 
     records = read_records(directory)
     named = dict(zip([(record.uid, record.id) for record in of_their_users(records)], records, strict=True))
     claim = named.get((subject.uid, subject.claim))
-    if claim is None and directory.keeper is not None:  # the daemon knows to whom it gave a lock
+    if claim is None:  # it has no record, but the kernel knows who holds the lock, or the daemon to whom it was given
         claim = claim_named(snapshot.claims, subject.uid, subject.claim)
     held = probe(directory, claim.devices) if claim else ()
     ended = FailedCheck("claim", sentence("preflight.claim_ended", "it has ended"))
