@@ -290,6 +290,14 @@ def test_no_language_cuts_what_says_that_there_is_no_claim(monkeypatch):
     assert display_width(heading.text.split("COMMAND")[0]) == display_width(line.text.split("python")[0])
 
 
+@pytest.mark.parametrize("height", range(22, 40))
+def test_the_middle_of_an_axis_is_a_round_number(height):
+    shown = texts(page_of(a_scene(a_device(processes=TWO, utilization=50.0)), width=100, height=height, looks=4))
+    marks = [line.split()[0] for line in shown if re.match(r" *[0-9.]+ (% )?\u2502", line)]
+
+    assert marks[0] == "100" and marks[1:] in (["50", "0"], ["0"])
+
+
 def test_a_very_wide_screen_plots_the_machine_too():
     machine = HostMeters(34.0, 128 * GIB, 512 * GIB, 0, 0, (12.4, 11.0, 9.8), 64)
     shown = texts(page_of(a_scene(a_device(0, utilization=80.0), machine=machine), width=200, height=36, looks=9))

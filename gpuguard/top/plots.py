@@ -139,7 +139,8 @@ def _drawn(
     seconds = history.seconds_between * len(values)
     # A young history has fewer values, and fills its plot as well.
     stretched = [values[number * len(values) // count] for number in range(count)]
-    drawn = plot(stretched, series.scale, now - seconds, now, size[1] - _FRAME, ascii_only=ascii_only)
+    rows = (size[1] - _FRAME - 1) | 1  # an odd number has a middle, with a round number beside it
+    drawn = plot(stretched, series.scale, now - seconds, now, rows, ascii_only=ascii_only)
     return [
         heading,
         *([(line, series.colour)] for line in drawn[:-2]),
