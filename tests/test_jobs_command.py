@@ -92,6 +92,20 @@ class Node:
         return dispatcher_of(directory_of(self.source), self.store, self.source)
 
 
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ClaimError("No space left on device.")])
+def test_a_job_that_nothing_starts_yet_is_said_to_wait(node, monkeypatch, fault):
+    """On a full disk a bare "[Errno 28]" stood above the id of the job, and nothing said that it waits on."""
+
+    def changed(*_: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr("gpuguard.cli.submit.detached.changed", changed)
+
+    assert node.fails("submit", "--", "true", status=0) == (
+        "gpuguard: job 1 waits, but nothing starts it yet: No space left on device.  `gpuguard jobs` tries again.\n"
+    )
+
+
 def kill(pid: int) -> None:
     assert pid > 1
     os.kill(pid, signal.SIGKILL)

@@ -101,7 +101,12 @@ def submit(args: argparse.Namespace) -> int:
     try:
         changed(JobStore(), record.source)
     except (GpuguardError, OSError) as fault:  # the job is there, and your next command tries again
-        print_notice(translated(str(fault)))
+        why = fault.strerror if isinstance(fault, OSError) else translated(str(fault))
+        print_notice(
+            _("job {id} waits, but nothing starts it yet: {why}.  `gpuguard jobs` tries again.").format(
+                id=record.id, why=str(why).rstrip(".")
+            )
+        )
     put([_said(record, parsable=args.parsable)])
     sys.stdout.flush()
     return wait_for(JobStore(), [record.id]) if args.until_done else 0
