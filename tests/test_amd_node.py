@@ -275,7 +275,7 @@ ANSWERS = {
     "release": "there is no claim|no claim is yours",  # root, and others
     "resume": "only root may do that",
     "keep --for 1h": "no daemon answers in ",
-    "cancel x1": "no request and no claim has an id that begins with 'x1'",
+    "cancel x1": "no request and no claim has an id that begins with 'x1', and it is no job: ",
     "jobs": "no jobs",
     "serve-ssh": "this key is for who, queue, select, explain, report",
 }

@@ -92,6 +92,23 @@ class Node:
         return dispatcher_of(directory_of(self.source), self.store, self.source)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--at-most", "0"), "--at-most 0: write 1 or more."),
+        (("--array", "0-9%0"), "--array % 0: write 1 or more."),
+        (("--retries=-1",), "--retries -1: write 0 or more."),
+        (("--requeue=-1",), "--requeue -1: write 0 or more."),
+        (("--begin", "25:00"), "--begin: there is no '25:00': write 09:00, "),
+        (("--each-line", "gone"), "--each-line gone: No such file or directory.\n"),
+    ],
+)
+def test_what_no_job_can_have_is_refused(node, words, said):
+    """A job with --at-most 0 was taken, and waited without end for its own limit."""
+    assert node.fails("submit", *words, "--", "true").startswith(f"gpuguard: {said}")
+    assert node.store.ids() == []
+
+
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ClaimError("No space left on device.")])
 def test_a_job_that_nothing_starts_yet_is_said_to_wait(node, monkeypatch, fault):
     """On a full disk a bare "[Errno 28]" stood above the id of the job, and nothing said that it waits on."""

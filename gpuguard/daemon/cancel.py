@@ -65,8 +65,8 @@ def cancel(directory: LockDirectory, text: str, by: str | None = None) -> tuple[
     if meant is None:
         raise ClaimError(
             _(
-                "no request and no claim has an id that begins with {text!r}: `gpuguard queue` and `gpuguard who` "
-                "show them."
+                "no request and no claim has an id that begins with {text!r}, and it is no job: "
+                "`gpuguard queue`, `gpuguard who` and `gpuguard jobs` show them."
             ).format(text=text)
         )
     by = by or user_name(os.geteuid())

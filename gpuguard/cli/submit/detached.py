@@ -149,12 +149,12 @@ def _record(args: argparse.Namespace, store: JobStore, tasks: list[dict[str, str
         at_most=at_most,
         after=_ids(store, args.after),
         after_ok=_ids(store, args.after_ok),
-        begin=quantity("--begin", args.begin, _begin),
+        begin=_begin(args.begin),
         held=args.hold,
-        retries=whole_number("--retries", args.retries) or 0,
+        retries=_count("--retries", args.retries) or 0,
         retry_on=_codes(args.retry_on),
         retry_delay=quantity("--retry-delay", args.retry_delay, parse_duration) or 0.0,
-        requeue=whole_number("--requeue", args.requeue) or 0,
+        requeue=_count("--requeue", args.requeue) or 0,
     )
 
 
@@ -214,11 +214,11 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def tasks_of(args: argparse.Namespace) -> tuple[list[dict[str, str]], int | None]:
     """Return the values of each task, and how many tasks may run at the same time.  Raises InvalidRequest."""
-    at_most = whole_number("--at-most", args.at_most)
+    at_most = _count("--at-most", args.at_most, least=1)
     columns: list[list[dict[str, str]]] = []
     if args.array is not None:
         numbers, _percent, most = args.array.partition("%")
-        at_most = whole_number("--array", most) if most else at_most
+        at_most = _count("--array %", most, least=1) if most else at_most
         columns.append([{"task": str(number)} for number in _numbers(numbers)])
     for text in args.sweep:
         name, equals, values = text.partition("=")
@@ -240,6 +240,16 @@ def tasks_of(args: argparse.Namespace) -> tuple[list[dict[str, str]], int | None
     return tasks, at_most
 
 
+def _count(option: str, text: str | None, *, least: int = 0) -> int | None:
+    """Return the number of an option, or None if it was not given.  Raises InvalidRequest: it is less than *least*."""
+    number = whole_number(option, text)
+    if number is not None and number < least:
+        raise InvalidRequest(
+            _("{option} {number}: write {least} or more.").format(option=option, number=number, least=least)
+        )
+    return number
+
+
 def _numbers(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, dash, rest = part.partition("-")
@@ -254,7 +264,8 @@ def _lines(path: str) -> Iterator[dict[str, str]]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.strip() for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, UnicodeDecodeError) as error:
+        fault = error.strerror if isinstance(error, OSError) else error
         raise InvalidRequest(_("--each-line {path}: {fault}.").format(path=path, fault=fault)) from None
     names = lines[0].split() if lines else []
     if len(names) > 1 and all(map(_NAME.fullmatch, names)):
@@ -268,8 +279,8 @@ def _ids(store: JobStore, words: Sequence[str]) -> tuple[int, ...]:
     return tuple(one_meant(store, word)[0].id for word in words)
 
 
-def _begin(text: str) -> float:
-    return parse_when(re.sub(r"^now\+", "in ", text), time.time())
+def _begin(text: str | None) -> float | None:
+    return None if text is None else parse_when(re.sub(r"^now\+", "in ", text), time.time(), "--begin")
 
 
 def _codes(text: str | None) -> tuple[int, ...] | None:
