@@ -106,6 +106,8 @@ POLICY = {  # lines of a policy
     "a second time": ("for: 2h\n«for: 3h", "«name: q"),
     "an alias (*d)": ("for: «*d",),
     "Did you mean 'for'?": ("«form: 2h",),
+    "Did you mean 'steps'?": ("«then: [warn]", "«actions: [warn]"),
+    "Did you mean 'when'?": ("«if: {idle: {below: 5%}}", "«condition: {idle: {below: 5%}}"),
     "Did you mean 'start_grace'?": ("«startgrace: 2h",),
     "is no key of": ("«action: terminate", "only: {«until: 2026-12-24, users: [alice]}"),
     "must have keys": ("only: «alice", "only: «[alice]", "except: [«alice]", "at_most: «3"),

@@ -348,6 +348,7 @@ _OTHER_WORDS = {
     "sigterm": "terminate", "term": "terminate", "sigkill": "kill", "sigstop": "pause", "stop": "pause",
     "suspend": "pause", "sigcont": "resume", "nice": "renice", "email": "notify", "mail": "notify",
     "block": "deny", "ban": "deny", "drain": "quarantine", "scancel": "cancel", "hook": "run_hook",
+    "then": "steps", "actions": "steps", "if": "when", "condition": "when", "rules": "policies",
 }  # fmt: skip
 
 
