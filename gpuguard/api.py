@@ -156,48 +156,27 @@ def grab_gpus(
     try:
         _refuse_texts({"num_gpus": num_gpus, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
         seconds = _read("wait", wait, parse_duration)
-        if gpu_select is not None:
-            conditions["devices"] = gpu_select
-        if max_procs >= 0:
-            conditions["max_processes"] = max_procs
-        if gpu_min_memory is not None:
-            conditions["min_total"] = int(gpu_min_memory * 2**20)
+        of_py3nvml = {
+            "devices": gpu_select,
+            "max_processes": max_procs if max_procs >= 0 else None,
+            "min_total": None if gpu_min_memory is None else int(gpu_min_memory * 2**20),
+        }
+        conditions |= {name: value for name, value in of_py3nvml.items() if value is not None}
         conditions.setdefault("min_free_fraction", gpu_fraction)
-        ways, claim = _ways(num_gpus, conditions, alternatives), None
-        name = _backend_name(backend, conditions.get("vendor"))
-        try:
-            # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
-            with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
-                environ = _outer_environment()
-                outer = tuple(environ.get(vendor.visible) for vendor in VENDORS.values())
-                asked = None if further else (ways, name, directory, outer)
-                if ways and asked and (again := _claimed_before(asked, strict)):
-                    return again
-                _refuse_late(environ, env_set_ok)
-                if not ways:
-                    nothing = Claim("none", (), ())
-                    _apply(OwnClaim(os.getpid(), nothing, ""))
-                    return nothing
-                if priority not in PRIORITIES:
-                    raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
-                job = JobDetails(
-                    note or (notebook_note() if "ipykernel" in sys.modules else None),
-                    sys.orig_argv or sys.argv,
-                    priority=PRIORITIES[priority],
-                )
-                with _worker(name, directory) as driver:  # a process of its own: NVML must not hang in this one
-                    locks = _lock_directory(directory, name)
-                    if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
-                        return of_script
-                    allocator = Allocator(driver, locks, ways, environ=environ, job=job, on_wait=on_wait)
-                    claim = _acquired(allocator, seconds, strict)
-                _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
-                warn_of_workers(vendor_of(claim.devices[0]).visible if claim else NVIDIA.visible)
-        except BaseException:
-            if claim is not None:  # it was interrupted, so the program would not know of the claim
-                claim.release()
-            raise
-        return claim
+        call = GrabCall(
+            ways=_ways(num_gpus, conditions, alternatives),
+            backend=_backend_name(backend, conditions.get("vendor")),
+            directory=directory,
+            wait=seconds,
+            priority=priority,
+            note=note,
+            strict=strict,
+            env_set_ok=env_set_ok,
+            further=further,
+        )
+        # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
+        with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
+            return _grabbed(call, on_wait)
     except GpuguardError as error:
         is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
         if is_for_now and (own := _own_claims()):
@@ -205,6 +184,57 @@ def grab_gpus(
             error.args = (f"{error}\nThis process itself has {has}.", *error.args[1:])
         # The traceback ends at the caller's line, because that is the line to correct.
         raise error.with_traceback(None) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrabCall:
+    """A call of grab_gpus(), as far as its arguments say what is claimed."""
+
+    ways: tuple[Request, ...]  # the preferred one first; () for no device at all
+    backend: str
+    directory: str | None
+    wait: float | None  # seconds
+    priority: str
+    note: str | None
+    strict: bool
+    env_set_ok: bool | None
+    further: bool
+
+    def job(self) -> JobDetails:
+        """Return what others read about the claim."""
+        if self.priority not in PRIORITIES:
+            raise InvalidRequest(f"there is no priority {self.priority!r}: choose one of {', '.join(PRIORITIES)}.")
+        note = self.note or (notebook_note() if "ipykernel" in sys.modules else None)
+        return JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[self.priority])
+
+
+def _grabbed(call: GrabCall, on_wait: Callable[[NotEnoughGpus], object] | None) -> Claim:
+    """Return the claim of an equal call before, or a new one, which os.environ names."""
+    environ = _outer_environment()
+    outer = tuple(environ.get(vendor.visible) for vendor in VENDORS.values())
+    asked = None if call.further else (call.ways, call.backend, call.directory, outer)
+    if call.ways and asked and (again := _claimed_before(asked, call.strict)):
+        return again
+    _refuse_late(environ, call.env_set_ok)
+    if not call.ways:
+        nothing = Claim("none", (), ())
+        _apply(OwnClaim(os.getpid(), nothing, ""))
+        return nothing
+    claim, job = None, call.job()
+    try:
+        with _worker(call.backend, call.directory) as driver:  # a process of its own: NVML must not hang in this one
+            locks = _lock_directory(call.directory, call.backend)
+            if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
+                return of_script
+            allocator = Allocator(driver, locks, call.ways, environ=environ, job=job, on_wait=on_wait)
+            claim = _acquired(allocator, call.wait, call.strict)
+        _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
+        warn_of_workers(vendor_of(claim.devices[0]).visible if claim else NVIDIA.visible)
+    except BaseException:
+        if claim is not None:  # it was interrupted, so the program would not know of the claim
+            claim.release()
+        raise
+    return claim
 
 
 @contextmanager
@@ -362,7 +392,7 @@ def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
     except (NotEnoughGpus, BackendError) as error:
         if strict:
             raise
-        warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=4)
         available = error.available if isinstance(error, NotEnoughGpus) else 0
     if available:
         with suppress(NotEnoughGpus):  # another job was quicker
@@ -491,7 +521,7 @@ def _claimed_before(asked: object, strict: bool) -> Claim | None:
         )
         if strict:
             raise AlreadyClaimed(text, before.claim)
-        warnings.warn(f"{text}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{text}\nGoing on with what there is.", RuntimeWarning, stacklevel=4)
     _apply(before)
     return before.claim
 
@@ -588,5 +618,5 @@ def warn_of_workers(variable: str) -> None:
             continue
         environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing if the process has ended
         if environ and setting not in environ.split(b"\0"):
-            warnings.warn(_BLIND, RuntimeWarning, stacklevel=3)
+            warnings.warn(_BLIND, RuntimeWarning, stacklevel=4)
             return

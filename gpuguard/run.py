@@ -593,24 +593,22 @@ def next_sample_seconds(every: float, *, limited: bool) -> float:
 def log_claim(
     kind: EventKind,
     outcome: EventOutcome | SignalName,
-    claim: Claim,
+    claim: Claim | None,
     message: str | None = None,
     **facts: float | str | None,
 ) -> None:
-    """Write into the audit log what happened to a claim of this process."""
-    user, devices = os.environ.get("LOGNAME") or os.environ.get("USER"), tuple(device.uuid for device in claim.devices)
-    numbers = ("uid", os.getuid()), *facts.items()
+    """Write into the audit log what happened to the claim of this process, or to its request if it has no claim."""
     audit_log.append(
         Event(
             time=time.time(),
             kind=kind,
             outcome=outcome,
-            user=user,
-            devices=devices,
+            user=os.environ.get("LOGNAME") or os.environ.get("USER"),
+            devices=tuple(device.uuid for device in claim or ()),
             pid=os.getpid(),
-            claim=claim.id,
+            claim=None if claim is None else claim.id,
             message=message,
-            facts=numbers,
+            facts=(("uid", os.getuid()), *facts.items()),
         )
     )
 

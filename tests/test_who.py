@@ -28,7 +28,7 @@ from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import json_text
-from gpuguard.views.who import LABELS, gap_lines, to_json, to_text
+from gpuguard.views.who import LABELS, WaitingRequests, gap_lines, to_json, to_text
 
 BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}
 ALICE = a_process(pid=4711)
@@ -207,7 +207,7 @@ def a_hostile_snapshot():
 
 @pytest.mark.parametrize("width", [None, 12, 80, 200])
 def test_hostile_text_is_shown_and_does_no_harm(width):
-    waiting = (a_ticket("\x1bbob", 1, note="\n", command=("\u202e",)),)
+    waiting = WaitingRequests((a_ticket("\x1bbob", 1, note="\n", command=("\u202e",)),))
     snapshot = a_hostile_snapshot()
     reserved = a_reserved(
         ReservationStatus(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
@@ -232,7 +232,7 @@ def test_the_screen_as_a_whole():
     title, *rest = to_text(
         snapshot,
         uses(snapshot, {4700: None, 4711: ProcessStat(4700, "S")}),
-        (a_ticket("bob", 812, since=1_700_000_000.0 - 65),),
+        WaitingRequests((a_ticket("bob", 812, since=1_700_000_000.0 - 65),)),
     )
 
     assert re.fullmatch(r"SIMULATED node node1: 3 GPUs, driver 550\.54\.15, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", title)
@@ -351,7 +351,7 @@ def printed(path: str, value: object, found: dict[str, set[str]] | None = None) 
 
 def a_full_output():
     snapshot = a_hostile_snapshot()
-    waiting, reserved = (a_ticket("bob", 1),), a_reserved()
+    waiting, reserved = WaitingRequests((a_ticket("bob", 1),)), a_reserved()
     return json.loads(json_text(to_json(snapshot, uses(snapshot), waiting, reserved=reserved)))
 
 

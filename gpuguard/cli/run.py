@@ -33,16 +33,15 @@ from gpuguard.cli.terminal import print_notice, unread, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
-from gpuguard.history import audit_log
 from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
-from gpuguard.model import ClaimRecord, EndCause, Event
+from gpuguard.model import ClaimRecord, EndCause
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, run
+from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, log_claim, run
 from gpuguard.select import instances_note
 from gpuguard.units import format_bytes, parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from gpuguard.notify.targets import Target
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
+    from gpuguard.run import JobEnd
 
 # Real pairs of jobs whose utilizations add up to at most 50 % run at 0.998 of the speed that each job has alone; pairs
 # above 90 % run at 0.82, the worst of them at 0.51 (Lucid).
@@ -248,6 +248,11 @@ def run_on(
 
     ended = run(job.command, claim, backend, settings, later=later, notify=log.warn)
     lift()
+    return _end_like(ended, claim, backend, report)
+
+
+def _end_like(ended: JobEnd, claim: Claim, backend: Backend, report: JobReport) -> int:
+    """Report how the job has ended, and return its exit code, or die of the same signal."""
     if ended.outcome == "could not be started":
         report.not_started(translated(str(ended.why)), ended)
     else:
@@ -538,18 +543,7 @@ def _log_withdrawn(job: JobDetails, why: str) -> None:
     """Write into the audit log that a request waits no longer, although it has not started."""
     command = shlex.join(job.command)[:1000]
     message = sentence("queue.gave_up", "{why}: {command}", why=why, command=command) if command else why
-    user, facts = os.environ.get("LOGNAME") or os.environ.get("USER"), (("uid", os.getuid()),)
-    audit_log.append(
-        Event(
-            time=time.time(),
-            kind="queue",
-            outcome="withdrawn",
-            user=user,
-            pid=os.getpid(),
-            message=message,
-            facts=facts,
-        )
-    )
+    log_claim("queue", "withdrawn", None, message)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

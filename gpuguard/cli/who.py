@@ -34,7 +34,6 @@ from gpuguard.views import who
 from gpuguard.views.text import json_text, put, style
 
 if TYPE_CHECKING:
-    from gpuguard.queue.priority import Ticket
     from gpuguard.queue.reservations import ReservationCalendar
 
 
@@ -84,16 +83,14 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     snapshot, age = source.joined()
     uses = device_state.uses(snapshot, process_facts(snapshot))
     shown = device_state.chosen(uses, frozenset(args.user), chosen_devices(snapshot, args.device))
-    (waiting, unplanned), reserved = _waiting(args, snapshot), _reserved(args, snapshot)
+    waiting, reserved = _waiting(args, snapshot), _reserved(args, snapshot)
     if args.json:
         content = who.to_json(snapshot, shown, waiting, reserved=reserved, age=age)
         return [json_text(content, indent=2 if args.watch is None else None)]
-    if not (shown or waiting or snapshot.recorded):
+    if not (shown or waiting.tickets or snapshot.recorded):
         options.check_users(args.user)
     width = terminal.width()
-    lines = who.to_text(
-        snapshot, shown, waiting, unplanned=unplanned, reserved=reserved, width=width, paint=style(), age=age
-    )
+    lines = who.to_text(snapshot, shown, waiting, reserved=reserved, width=width, paint=style(), age=age)
     deeds = [] if snapshot.recorded else options.own_deeds(args)
     return [*lines, *([""] if deeds else []), *deeds]
 
@@ -117,21 +114,20 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
     return replace(calendar, statuses=tuple(shown))
 
 
-def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> tuple[list[Ticket], list[str]]:
-    """Return the requests that wait, as `gpuguard queue` ranks them, and in words how many more wait for those."""
+def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> who.WaitingRequests:
+    """Return the requests that wait, as `gpuguard queue` ranks them."""
     if (directory := _directory_with(args, "ticket.")) is None:
-        return [], []
+        return who.WaitingRequests()
     from gpuguard.queue.reasons import unplanned_texts
     from gpuguard.queue.state import read_queue
 
     try:
         queue = read_queue(directory, snapshot)
     except (GpuguardError, OSError):
-        return [], []  # the claims cannot be read either, and that is reported
+        return who.WaitingRequests()  # the claims cannot be read either, and that is reported
     tickets = [position.ticket for position in queue.positions]
-    return [ticket for ticket in tickets if not args.user or ticket.user in args.user], unplanned_texts(
-        queue, args.user
-    )
+    shown = [ticket for ticket in tickets if not args.user or ticket.user in args.user]
+    return who.WaitingRequests(shown, unplanned_texts(queue, args.user))
 
 
 def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None:

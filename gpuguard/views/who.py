@@ -6,6 +6,7 @@ docs/json.md describes every field of the JSON, and a test compares the two.  de
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,19 @@ _SHOWN = {"memory_total", "processes", "problems", *(column.field for column in 
 _NOT_SHOWN = set(Device.__match_args__) - _SHOWN
 
 
+@dataclass(frozen=True)
+class WaitingRequests:
+    """The requests that wait for devices, in the order of the queue."""
+
+    tickets: Sequence[Ticket] = ()
+    unplanned: Sequence[str] = ()  # texts that say how many more requests wait for those
+
+
 def to_text(
     snapshot: Snapshot,
     uses: Sequence[DeviceUse],
-    waiting: Sequence[Ticket] = (),
+    waiting: WaitingRequests = WaitingRequests(),
     *,
-    unplanned: Sequence[str] = (),
     reserved: ReservationCalendar | None = None,
     width: int | None = None,
     paint: Paint = lambda text, _: text,
@@ -66,8 +74,6 @@ def to_text(
     Args:
         snapshot: of the whole machine, for the title and the gaps of what is shown.
         uses: the devices to show.
-        waiting: requests that wait for devices, in the order of the queue.
-        unplanned: texts that say how many more requests wait for those.
         width: columns of the terminal, or None (a pipe) if nothing is to be shortened.
         age: seconds since the daemon read the driver, or None if it was read just now.
     """
@@ -76,12 +82,12 @@ def to_text(
     lines = [*(paint(line, "bold") for line in titles), *_device_lines(snapshot, uses, width, paint)]
     if totals := device_state.user_totals(tuple(uses)):
         lines += ["", *table(map(total_cells, totals), list(map(_, TOTALS)), align="<>>>>>", width=width)]
-    if waiting:
-        rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
+    if waiting.tickets:
+        rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting.tickets]
         lines += [
             "",
             *table(rows, [_("WAITING"), "ID", _("GPUS"), _("SINCE"), "PID", _("COMMAND")], align="<<>>>", width=width),
-            *(shorten(neutralise(translated(text)), width) for text in unplanned),
+            *(shorten(neutralise(translated(text)), width) for text in waiting.unplanned),
         ]
     if reserved:
         from gpuguard.views.queue import reservations_text  # loads the queue, so only if something is reserved
@@ -255,7 +261,7 @@ def gap_lines(snapshot: Snapshot, shown: Collection[str] | None = None) -> list[
 def to_json(
     snapshot: Snapshot,
     uses: Sequence[DeviceUse],
-    waiting: Sequence[Ticket] = (),
+    waiting: WaitingRequests = WaitingRequests(),
     *,
     reserved: ReservationCalendar | None = None,
     age: float | None = None,
@@ -278,7 +284,7 @@ def to_json(
         ],
         "waiting": [
             picked(ticket, "id", "short_id", "user", "pid", "num_gpus", "since", "note", "command")
-            for ticket in waiting
+            for ticket in waiting.tickets
         ],
         "reservations": reservations,
         "gaps": [
