@@ -443,7 +443,7 @@ class Snapshot:
 
     def __str__(self) -> str:
         """Return what `print(gpuguard.who())` shows: a line for each device."""
-        from gpuguard.html import text_of_snapshot
+        from gpuguard.tables import text_of_snapshot
 
         return text_of_snapshot(self)
 

@@ -21,8 +21,9 @@ from gpuguard.model import Event
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.tables import shorten, table
 from gpuguard.units import parse_memory_amount
-from gpuguard.views.text import json_text, put, shorten, style, table
+from gpuguard.views.text import json_text, put, style
 from gpuguard.watchdog import Watchdog
 
 HOSTILE = {

@@ -29,9 +29,10 @@ from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import table
 from gpuguard.units import format_count
 from gpuguard.users import user_name
-from gpuguard.views.text import picked, put, put_json, table
+from gpuguard.views.text import picked, put, put_json
 
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gpuguard.locale import _
 from gpuguard.sanitize import neutralise
-from gpuguard.views.text import put, shorten
+from gpuguard.tables import shorten
+from gpuguard.views.text import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

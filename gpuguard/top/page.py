@@ -11,6 +11,7 @@ from dataclasses import replace
 from gpuguard.device_state import DeviceUse, model_name, user_totals
 from gpuguard.locale import _, translated
 from gpuguard.sanitize import display_width, neutralise
+from gpuguard.tables import shorten
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
 from gpuguard.top.processes import chosen_row, process_lines
@@ -18,7 +19,7 @@ from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted
 from gpuguard.views.jobs import public_since, public_state
-from gpuguard.views.text import Paint, shorten
+from gpuguard.views.text import Paint
 from gpuguard.views.who import gap_lines
 
 _SHARE = 0.6  # of the screen, for devices, because people want to see processes below them

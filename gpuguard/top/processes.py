@@ -15,11 +15,11 @@ from gpuguard.locale import N_, _
 from gpuguard.model import ProcessIdentity
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.tables import padded, shorten
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Moment, Scene, ScreenLine, ScreenView, moment_of
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import Part, fitted
-from gpuguard.views.text import padded, shorten
 from gpuguard.views.who import ENDED
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most

@@ -14,8 +14,9 @@ from gpuguard.backtest.unit_tests import Got, TestOutcome, Trial
 from gpuguard.locale import _, translated
 from gpuguard.policies.policy import NOTES
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import table
 from gpuguard.units import NOT_AVAILABLE, format_count, format_duration, local_time
-from gpuguard.views.text import picked, table
+from gpuguard.views.text import picked
 
 HOUR = 3600
 

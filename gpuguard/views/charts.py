@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from gpuguard.history.queries import Point, Watch
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width
+from gpuguard.tables import shorten
 from gpuguard.units import local_time
-from gpuguard.views.text import Paint, shorten
+from gpuguard.views.text import Paint
 
 Values = Sequence["float | None"]
 Part = tuple[str, str]  # (text, style of views.text, "" for plain)

@@ -22,10 +22,11 @@ from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
+from gpuguard.tables import padded, table
 from gpuguard.units import format_count
 from gpuguard.vendors import NVIDIA, Vendor, vendor_of
 from gpuguard.views.jobs import stalled_advice, stalled_text
-from gpuguard.views.text import Paint, padded, table, wrapped
+from gpuguard.views.text import Paint, wrapped
 
 OK, WARNING, FAULT = N_("ok"), N_("warning"), N_("fault")
 _COLOURS = {OK: "green", WARNING: "yellow", FAULT: "bold red"}

@@ -16,9 +16,10 @@ from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import Sentence
 from gpuguard.notify.templates import deed_text
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import padded, table
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_energy, local_time
 from gpuguard.users import user_name
-from gpuguard.views.text import folded, padded, table
+from gpuguard.views.text import folded
 
 MOST_DEEDS = 5  # that `who` shows a user
 # The guard recognises its actions by these facts after a restart; people recognise them by user, pid and policy.

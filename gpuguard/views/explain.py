@@ -15,9 +15,10 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
+from gpuguard.tables import table
 from gpuguard.units import format_bytes, format_count
 from gpuguard.vendors import vendor_of
-from gpuguard.views.text import Paint, picked, table
+from gpuguard.views.text import Paint, picked
 from gpuguard.views.who import share_left
 
 START, WAIT, NEVER = "start", "wait", "never"

@@ -18,11 +18,12 @@ from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply
 from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
+from gpuguard.tables import shorten, table
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.vendors import names_instance
 from gpuguard.views.charts import sparkline
 from gpuguard.views.columns import FLEET_COLUMNS
-from gpuguard.views.text import Paint, picked, shorten, table
+from gpuguard.views.text import Paint, picked
 from gpuguard.views.who import LABELS, TOTALS, total_cells
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from typing import Any
 from gpuguard.history.queries import Point, SeenDevice, Watch
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import shorten
 from gpuguard.units import format_duration, local_time
 from gpuguard.views.charts import bucketed, known_period, plot, scale_of
-from gpuguard.views.text import Paint, picked, shorten
+from gpuguard.views.text import Paint, picked
 
 PLAIN_COLUMNS = 80  # of a chart that goes into a file
 

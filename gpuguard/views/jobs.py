@@ -14,9 +14,9 @@ from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import ClaimRecord
 from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.tables import table
 from gpuguard.units import NOT_AVAILABLE, format_count, format_duration, local_time
 from gpuguard.users import user_name
-from gpuguard.views.text import table
 
 DAY_SECONDS = 86400.0
 MOST_ENDED = 20  # jobs that have ended and are listed

@@ -25,6 +25,7 @@ from gpuguard.policy_files.keys import DAYS
 from gpuguard.policy_files.last_good import PoliciesInForce
 from gpuguard.policy_files.loader import PolicyFile
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import table
 from gpuguard.units import (
     NOT_AVAILABLE,
     format_bytes,
@@ -37,7 +38,6 @@ from gpuguard.units import (
     parse_percent,
 )
 from gpuguard.users import user_name
-from gpuguard.views.text import table
 from gpuguard.yaml_files.decoder import key_of, keys_of
 
 _ORDERS: Mapping[str, str] = {

@@ -21,9 +21,10 @@ from gpuguard.queue.state import QueueState
 from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.request import spelled
 from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.tables import shorten, table
 from gpuguard.units import format_count, format_duration
 from gpuguard.views.jobs import stalled_advice, stalled_text
-from gpuguard.views.text import Paint, folded, picked, shorten, table
+from gpuguard.views.text import Paint, folded, picked
 
 
 def slurm_text(

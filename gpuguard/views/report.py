@@ -20,11 +20,12 @@ from gpuguard.history.report import FROM_LOG, ClaimRow, PolicyRow, Report, Usage
 from gpuguard.html import escaped
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
+from gpuguard.tables import shorten, table
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.fleet import end_lines
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
-from gpuguard.views.text import Paint, picked, shorten, table
+from gpuguard.views.text import Paint, picked
 
 HOUR, KWH = 3600.0, 3.6e6
 _SHARED = "*"

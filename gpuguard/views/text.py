@@ -1,4 +1,4 @@
-"""Text for terminals: a table printer and colours; and JSON.
+"""Text for terminals: paragraphs and colours; and JSON.  Their tables are those of gpuguard.tables.
 
 Text from strangers passes the neutraliser of gpuguard.sanitize first.  Does not read anything.
 """
@@ -9,30 +9,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from gpuguard.locale.messages import with_ids
-from gpuguard.sanitize import columns_of, display_width
+from gpuguard.sanitize import display_width
+from gpuguard.tables import shorten
 
 Paint = Callable[[str, str], str]  # (text, "red" or "bold red") -> text
 
 _COLOURS = {
     "red": "31", "green": "32", "yellow": "33", "cyan": "36", "bold": "1", "dim": "2", "faint": "2", "reverse": "7",
 }  # fmt: skip
-
-
-def shorten(text: str, width: int | None) -> str:
-    """Return *text*, or its beginning and ``…``, in at most *width* columns; None (a pipe) leaves it as it is."""
-    if width is None or display_width(text) <= width:
-        return text
-    used, kept = 1, []
-    for character in text:
-        used += columns_of(character)
-        if used > width:
-            break
-        kept.append(character)
-    return ("".join(kept) + "…") if width > 0 else ""
 
 
 # A word, or a Chinese character with the punctuation that may not begin or end a line.
@@ -55,49 +43,6 @@ def folded(text: str, indent: str, width: int | None) -> list[str]:
     if width is None:
         return [indent + text]
     return [shorten(indent + line, width) for line in wrapped(text, width - display_width(indent))]
-
-
-def padded(text: str, width: int, align: str = "<") -> str:
-    """Return *text* with blanks behind it, or before it (``>``), in at least *width* columns."""
-    blanks = " " * (width - display_width(text))
-    return blanks + text if align == ">" else text + blanks
-
-
-def table(
-    rows: Iterable[Sequence[str]],
-    headers: Sequence[str] | None = None,
-    *,
-    align: str = "",
-    width: int | None = None,
-    paint: Callable[[str, int, int], str] | None = None,
-) -> list[str]:
-    """Return lines with the columns of *rows* under each other, two spaces between them.
-
-    Args:
-        rows: neutral text, one sequence per row, all of one length.
-        headers: a first row, never painted.
-        align: ``<`` or ``>`` per column; ``<`` where it is too short.
-        width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is shortened.
-        paint: puts colour on a cell: (padded cell, its row, its column) -> cell.
-    """
-    whole = [*([headers] if headers else []), *rows]
-    widths = [max(map(display_width, column)) for column in zip(*whole, strict=True)]
-    lines = []
-    for number, row in enumerate(whole, -1 if headers else 0):
-        left, cells = width, []
-        last = max((column for column, cell in enumerate(row) if cell), default=0)
-        for column, cell in enumerate(row[: last + 1]):
-            is_right = align[column : column + 1] == ">"
-            if is_right or column != last:  # no blanks at the end of a line: they would wrap on a terminal
-                cell = padded(cell, widths[column], ">" if is_right else "<")
-            if left is not None:
-                cell = shorten(cell, left)
-                left = max(0, left - widths[column] - 2)
-            cells.append(paint(cell, number, column) if paint and number >= 0 else cell)
-            if left == 0:
-                break
-        lines.append("  ".join(cells))
-    return lines
 
 
 def style(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> Paint:

@@ -19,9 +19,10 @@ from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.tables import shorten, table
 from gpuguard.units import format_bytes, format_count, format_duration, local_time
 from gpuguard.views.columns import NAME, WHO_COLUMNS
-from gpuguard.views.text import Paint, picked, shorten, table, wrapped
+from gpuguard.views.text import Paint, picked, wrapped
 
 if TYPE_CHECKING:
     from gpuguard.device_state import DeviceState
