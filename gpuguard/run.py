@@ -604,7 +604,7 @@ def log_claim(
             kind=kind,
             outcome=outcome,
             user=os.environ.get("LOGNAME") or os.environ.get("USER"),
-            devices=tuple(device.uuid for device in claim or ()),
+            devices=() if claim is None else tuple(device.uuid for device in claim.devices),
             pid=os.getpid(),
             claim=None if claim is None else claim.id,
             message=message,
