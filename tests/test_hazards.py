@@ -17,7 +17,8 @@ LAST = {"H": 112, "U": 15, "A": 26}
 NEVER = {
     "lockf": ("its locks end as soon as any descriptor of the file is closed", ""),
     "PR_SET_PDEATHSIG": ("it fires when the thread that forked ends, while the process lives", ""),
-    "/dev/shm": ("files there are removed when their user logs out", "claims/holders.py backends/drm.py"),  # those of who uses it so
+    # The two leave out files of users who use it so.
+    "/dev/shm": ("files there are removed when their user logs out", "claims/holders.py backends/drm.py"),
     "select.select": ("it fails beyond 1,024 descriptors", ""),
     "umask": ("it belongs to all threads of the process", "daemon/server.py web/server.py"),
     "killpg": ("a group is never what was judged", ""),
