@@ -63,7 +63,7 @@ def test_once_says_what_would_follow_if_the_daemon_went_on(once, policy, tmp_pat
     user = pwd.getpwuid(os.getuid()).pw_name
 
     whom, _, what = done.stderr.splitlines()[-1].rpartition(": patient for ")
-    assert whom.startswith(f"gpuguard: {user}, process {child.pid} on GPU-"), done.stderr
+    assert whom == f"gpuguard: {user}, process {child.pid} on GPU 0", done.stderr
     soon, _, later = what.partition("; warn in ")
     assert re.fullmatch(r"\ds \(uses 40\.0GiB of GPU 0, 20GiB is allowed\)", soon)
     assert re.fullmatch(r"(2h|1h59m\d*s?), if nothing changes \(a dry run: only written down\)", later)

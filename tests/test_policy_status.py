@@ -7,7 +7,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from ladders import START, Finds, Watch, a_policy, busy
 
-from gpuguard.claims.daemon_client import StatusReply
+from gpuguard.claims.daemon_client import PolicyStatusReply, StatusReply
 from gpuguard.daemon.requests import status_reply
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
@@ -224,6 +224,17 @@ def test_a_step_that_a_check_refused_was_not_taken_and_comes_again(monkeypatch):
     assert row.due and row.due - START == 3 + AGAIN_SECONDS
     [text] = status_lines(StatusReply(True, (status_reply(row),), 0), time.time())
     assert "last step warn, terminate was refused (uid 7 is protected); terminate " in text
+
+
+@pytest.mark.parametrize(("left", "then"), [(60.0, "in 1m, at "), (-1.0, "with the next look, if nothing changes")])
+def test_no_step_is_announced_for_a_time_that_is_over(left, then):
+    whom = "p", "process", "al", 7, None, None  # its policy, kind, user, pid, claim and device
+    row = PolicyStatusReply(
+        *whom, START, None, "terminate", START + left, enforce=True, harm="terminate", harm_unix_seconds=START + left
+    )
+
+    [text] = status_lines(StatusReply(True, (row,), 0), START)
+    assert f"; terminate {then}" in text
 
 
 def test_a_kill_has_no_time_while_nobody_was_asked_to_end():

@@ -135,7 +135,7 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
     """Print what was not done and why, and which steps would follow if the daemon went on."""
     for note in judgement.notes:
         _print(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
-    rows = tuple(map(status_reply, guard.watchdog.status()))
+    rows = tuple(status_reply(status, guard.last) for status in guard.watchdog.status())
     if rows or not judgement.notes:
         for line in status_lines(StatusReply(enforcing, rows, 0), time.time(), "any user"):
             _print(line)

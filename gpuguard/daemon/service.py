@@ -292,7 +292,7 @@ class Daemon:
                 what = sentence("daemon.no_policy_enforces", "{status}: no policy has mode: enforce", status=what)
             elif switches == (False, True):
                 what = sentence("daemon.enforce_missing", "{status}: --enforce is missing", status=what)
-            if self._lacking:
+            if self._lacking and all(switches):
                 what = sentence("daemon.not_others", "{status}, but not against other users", status=what)
         elif self._faults:
             what = sentence("daemon.observing_faults", "observing only: the policy file has faults")

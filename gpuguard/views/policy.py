@@ -291,7 +291,8 @@ def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
         left = round(row.next_unix_seconds - now)
         when = _("in {time}").format(time=format_duration(left)) if left > 0 else _("with the next look")
         then = _("{step} {when}").format(step=_(row.next), when=when)
-        if row.harm and row.harm_unix_seconds is not None:
+        is_due = row.harm == row.next and left <= 0  # its time has passed, so it would be no news
+        if row.harm and row.harm_unix_seconds is not None and not is_due:
             at = local_time(row.harm_unix_seconds, "%Y-%m-%d %H:%M:%S")
             then += (
                 _(", at {time}").format(time=at)
