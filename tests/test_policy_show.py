@@ -2,12 +2,17 @@
 
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 from daemons import a_daemon
 from nodes import eventually
 from policies import document
 
+from gpuguard.claims.daemon_client import ExemptionReply
+from gpuguard.cli import keep, policy
+from gpuguard.errors import GpuguardError
 from gpuguard.policy_files import last_good
 from gpuguard.policy_files.loader import parse
 from gpuguard.views.policy import reaching
@@ -127,3 +132,39 @@ def test_what_is_published_reads_as_what_was_written():
     again = json.loads(last_good.public(file, file, enforcing=True))
 
     assert parse(json.dumps(again["file"], ensure_ascii=False)).policies == file.policies
+
+
+PROTECTING = """
+version: 1
+policies:
+  - {name: idle, when: {idle: {below: 5%}}, for: 2h, steps: [warn]}
+  - {name: trespass, when: {trespass: {}}, for: 1m, steps: [warn]}
+  - {name: mercy, when: {trespass: {}}, keep: true, for: 1m, steps: [warn]}
+  - {name: for-others, when: {trespass: {}}, only: {users: [4242]}, for: 1m, steps: [warn]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("uid", "text", "said"),
+    [
+        (1001, PROTECTING, ["Not by policies that protect others: trespass."]),
+        (1001, TEXT, []),
+        (1001, None, []),
+        (0, PROTECTING, []),
+    ],
+)
+def test_who_asks_to_be_left_alone_reads_which_policies_go_on(monkeypatch, command, uid, text, said):
+    """It said "what you have is left alone for 1h", and a minute later a policy that protects others ended it."""
+
+    def in_force(_: object) -> last_good.PoliciesInForce:
+        if text is None:
+            raise GpuguardError("of another version")
+        return last_good.PoliciesInForce(parse(text), True, frozenset())
+
+    monkeypatch.setattr(keep, "query_daemon", lambda *_: ExemptionReply(time.time() + 3600, "al", None))
+    monkeypatch.setattr(keep, "directory_of", lambda _: SimpleNamespace(owner=0))
+    monkeypatch.setattr(policy, "policies_in_force", in_force)
+    monkeypatch.setattr(policy.os, "geteuid", lambda: uid)
+
+    status, output, _ = command("keep", "--for", "1h")
+    assert (status, output.splitlines()[1:]) == (0, said)

@@ -23,9 +23,11 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 from gpuguard.claims.daemon_client import EndedReply, ExemptionReply, StatusReply, query_daemon
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT
 from gpuguard.cli.events import own_events
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, own_deeds
@@ -85,8 +87,19 @@ def main(args: argparse.Namespace) -> int:
     what = _("what you have") if own else kept.user or "everybody"
     where = _(" on {device}").format(device=kept.device) if kept.device else ""
     left = format_duration(round(kept.until_unix_seconds - time.time()))
-    _put(args, kept, _("{what}{where} is left alone for {left}.").format(what=what, where=where, left=left))
+    text = _("{what}{where} is left alone for {left}.").format(what=what, where=where, left=left)
+    _put(args, kept, text, *_but(directory))
     return 0
+
+
+def _but(directory: LockDirectory) -> list[str]:
+    """Return a line on the policies that do not leave it alone, or [] if all do or they cannot be read."""
+    from gpuguard.cli.policy import not_sparing  # 50 ms, for users to whom something was granted
+
+    with suppress(GpuguardError):
+        if names := not_sparing(directory):
+            return [_("Not by policies that protect others: {policies}.").format(policies=", ".join(names))]
+    return []
 
 
 def _put(args: argparse.Namespace, reply: EndedReply | ExemptionReply | StatusReply, *text: str) -> None:

@@ -25,7 +25,7 @@ from gpuguard.backtest.backtest import backtest, blind_spots
 from gpuguard.backtest.recordings import people, read_recording
 from gpuguard.backtest.unit_tests import accounts, run_tests
 from gpuguard.claims.daemon_client import StatusReply, query_daemon
-from gpuguard.claims.directory import daemon_files
+from gpuguard.claims.directory import LockDirectory, daemon_files
 from gpuguard.cli.options import SubcommandRow, add_source_options, add_table, directory_of, quantity
 from gpuguard.cli.progress import progress
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -141,16 +141,30 @@ def _own_groups() -> Iterator[str]:
             yield grp.getgrgid(gid).gr_name
 
 
-def _show(args: argparse.Namespace) -> int:
-    directory = directory_of(args)
-    status = query_daemon(directory, {"do": "status"}, StatusReply)
+def policies_in_force(directory: LockDirectory) -> last_good.PoliciesInForce:
+    """Return what the daemon of *directory* judges by.  Raises GpuguardError."""
     try:
         files = daemon_files(directory)
-        known = last_good.in_force(files.file(last_good.POLICIES), files.owners())
+        return last_good.in_force(files.file(last_good.POLICIES), files.owners())
     except (OSError, ValueError) as error:
         raise GpuguardError(
             _("the daemon has no policies in force, or is of another version: {error}.").format(error=error)
         ) from error
+
+
+def not_sparing(directory: LockDirectory) -> list[str]:
+    """Return the names of the policies that go on against this user, who has asked for `gpuguard keep`."""
+    if os.geteuid() == 0:
+        return []  # what root keeps is spared by all
+    file = policies_in_force(directory).file
+    reached = reaching(file, os.getuid(), frozenset(_own_groups()))
+    return [policy.name for policy in file.policies if policy.name in reached and not policy.may_be_kept]
+
+
+def _show(args: argparse.Namespace) -> int:
+    directory = directory_of(args)
+    status = query_daemon(directory, {"do": "status"}, StatusReply)
+    known = policies_in_force(directory)
     uid, groups = os.getuid(), frozenset(_own_groups())
     names = reaching(known.file, uid, groups) if args.me else None
     if args.json:
