@@ -401,6 +401,8 @@ def test_programs_submit_as_people_do(node):
     assert waits.result == "cancelled"
     with pytest.raises(gpuguard.InvalidRequest):
         gpuguard.submit(["true"], no_such_option=1)
+    with pytest.raises(gpuguard.InvalidRequest, match=r"a list of words, as in \['echo', 'hi'\]"):
+        gpuguard.submit("echo hi")
 
 
 def test_all_users_see_what_waits_and_runs_without_reading_a_home(node):

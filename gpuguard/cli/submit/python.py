@@ -13,7 +13,7 @@ from gpuguard.batch.states import TaskState
 from gpuguard.cli.jobs import EXIT_NO_PATIENCE, wait_for
 from gpuguard.cli.jobs.changes import cancel_job, one_meant
 from gpuguard.cli.submit.detached import store_job
-from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.units import format_duration
 
@@ -84,6 +84,8 @@ def submit(command: Sequence[str], gpus: int = 1, **options: object) -> Job:
     """
     from gpuguard.cli import build_parser  # it imports this package
 
+    if isinstance(command, str):  # a sequence of its letters
+        raise InvalidRequest(_("the command is a list of words, as in {words}.").format(words=command.split()))
     words = ["-n", str(gpus)]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
