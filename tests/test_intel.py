@@ -865,6 +865,17 @@ def test_a_driver_that_was_loaded_again_is_read_as_before(machine: Callable[...,
     assert (device.problems, device.temperature, device.power_draw) == ((), 41.3, None)
 
 
+def test_a_gpu_that_another_driver_has_taken_under_the_same_names_is_lost(machine: Callable[..., IntelTree]) -> None:
+    tree = machine(B580)
+    backend = intel.open(str(tree.place), tree.clock)
+    backend.sample(ALL_FIELDS)
+    driver = tree.device(B580.address) / "driver"
+    driver.unlink()
+    driver.symlink_to(tree.place / "sys/bus/pci/drivers/stub")
+
+    assert only(backend.sample(ALL_FIELDS)).problems == ("lost",)
+
+
 BRIDGES = ("0000:03:01.0", "0000:03:1a.0", "0000:03:1b.0")
 
 

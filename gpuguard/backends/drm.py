@@ -177,7 +177,7 @@ def cards(root: str, vendor: Vendor) -> list[Card]:
         device = f"{folder}/{name}/device"
         facts = pairs(read_or(f"{device}/uevent"))  # a copied tree has no links
         address = _address(device) or facts.get("PCI_SLOT_NAME", "").lower()
-        driver = _driver(device) or facts.get("DRIVER", "")
+        driver = driver_of(f"{folder}/{name}") or facts.get("DRIVER", "")
         if driver in vendor.drivers and _ADDRESS.fullmatch(address):
             below = [entry for entry in listed(f"{device}/drm") if entry.startswith("renderD")]
             render = next(iter([*below, *(entry for entry, of in renders.items() if of == address)]), "")
@@ -192,8 +192,9 @@ def _address(device: str) -> str:
     return name if _ADDRESS.fullmatch(name) else ""
 
 
-def _driver(device: str) -> str:
-    return os.path.basename(procfs.read_link(f"{device}/driver") or "")
+def driver_of(card: str) -> str:
+    """Return the driver of a card or a render node by its folder, or "" in a tree that was copied without links."""
+    return os.path.basename(procfs.read_link(f"{card}/device/driver") or "")
 
 
 def _is_asleep(device: str) -> bool:
@@ -496,7 +497,7 @@ class ClientScanner:
         """Return the address of the GPU of a DRM device, or "", and whether it sleeps and fdinfo would wake it."""
         if node not in self._gpus:
             device = f"{self._drm}/{node}/device"
-            spared = _driver(device) in _WOKEN_BY_FDINFO and _is_asleep(device)
+            spared = driver_of(f"{self._drm}/{node}") in _WOKEN_BY_FDINFO and _is_asleep(device)
             self._gpus[node] = (_address(device), spared) if node else ("", False)
         return self._gpus[node]
 

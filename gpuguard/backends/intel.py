@@ -91,6 +91,8 @@ class Intel:
         self._scanner, self._scanned = drm.ClientScanner(root), float("-inf")
         self._lists = drm.ProcessLists()
         self._gpus = _found(root)
+        self._names: frozenset[str] = frozenset()  # of the cards and nodes when they were found
+        self._cards: Mapping[str, Card] = {}
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """Sample as Backend.sample does."""
@@ -98,7 +100,7 @@ class Intel:
         look = _Look(
             self._root, fields, clock, self._lists, lambda: self._clients(clock, everywhere=devices is not None)
         )
-        present = {card.address: card for card in drm.cards(self._root, INTEL)}
+        present = self._present()
         found: list[Device] = []
         gaps: list[Gap] = []
         for index, gpu in enumerate(self._gpus):
@@ -119,6 +121,13 @@ class Intel:
     def close(self) -> None:
         """Nothing stays open between two samples."""
 
+    def _present(self) -> Mapping[str, Card]:
+        """Return the cards that there are, by address: found anew if one has come, gone, or got another driver."""
+        names = frozenset(drm.entries(f"{self._root}/sys/class/drm"))
+        if names != self._names or any(drm.driver_of(card.folder) != card.driver for card in self._cards.values()):
+            self._names, self._cards = names, {card.address: card for card in drm.cards(self._root, INTEL)}
+        return self._cards
+
     def _clients(self, clock: float, *, everywhere: bool) -> Clients:
         """Look for the processes that use GPUs: everywhere for a caller that is about to act, and from time to time."""
         if everywhere or clock - self._scanned >= SCAN_SECONDS:
@@ -134,7 +143,7 @@ class Intel:
         if card is None:
             return {"name": gpu.name, "problems": (_LOST,)}, [Gap(uuid, "device", _GPU_LOST)]
         if card != gpu.card:  # its driver was loaded again
-            gpu = self._gpus[index] = replace(gpu, card=card, counters=Counters())
+            gpu = self._gpus[index] = replace(gpu, card=card, name=None, counters=Counters())
         gpu.sensors.check()
         gpu.counters.forget(look.clock)
         view = _View(gpu, CardReading(uuid, look.fields, gpu.card.asleep), look)
@@ -142,7 +151,6 @@ class Intel:
             if group in look.fields:
                 reader(view)
         view.reading.close({})
-        gpu.name = str(view.reading.values.get("name") or "") or gpu.name
         if model.HEALTH in look.fields or view.reading.problems:
             view.reading.values["problems"] = tuple(view.reading.problems)
         return view.reading.values, view.reading.gaps
@@ -286,15 +294,14 @@ class _View:
         """The percent of each class of engines that each process, by its pid, has used since the last look."""
         shares: dict[tuple[int, str], float] = defaultdict(float)
         for client in self.clients:
-            for key, busy in client.values.items():
-                if not (engine := _engine(key)):
-                    continue
+            for engine, key in _engines(tuple(client.values)):
                 # xe tells how many cycles went by until it was read; i915 counts nanoseconds.
                 cycles = client.values.get(f"drm-total-cycles-{engine}", 0)
                 whole = cycles if key.startswith("drm-cycles") else self.look.clock * 1e9
                 engines = client.values.get(f"drm-engine-capacity-{engine}", 1) or 1
+                counter = client.number, engine
                 with suppress(NotTold):
-                    share = self.gpu.counters.growth((client.number, engine), self.look.clock, busy, whole)
+                    share = self.gpu.counters.growth(counter, self.look.clock, client.values[key], whole)
                     shares[client.pid, engine] += 100 * share / engines
         return shares
 
@@ -332,7 +339,8 @@ class _View:
 
 def _read_model(view: _View) -> None:
     drm.read_place(view.reading, view.gpu.card)
-    view.reading.values["name"] = drm.product_name(view.look.root, view.gpu.card, INTEL)
+    view.gpu.name = view.gpu.name or drm.product_name(view.look.root, view.gpu.card, INTEL)
+    view.reading.values["name"] = view.gpu.name
     view.reading.values["integrated"] = view.gpu.integrated
 
 
@@ -403,11 +411,8 @@ def _memory_of(client: DrmClient, *, integrated: bool) -> int | None:
 
     What is resident counts, because the rest of its total may have been moved out.
     """
-    held: dict[str, int] = defaultdict(int)
-    for key, value in client.values.items():
-        if amount := _amount(key, integrated=integrated):
-            held[amount] += value
-    return held.get("resident", held.get("total"))
+    keys = _memory_keys(tuple(client.values), integrated=integrated)
+    return sum(client.values[key] for key in keys) if keys else None
 
 
 def _read_processes(view: _View) -> None:
@@ -427,23 +432,23 @@ def _read_processes(view: _View) -> None:
     view.look.lists.read(view.reading, merged)
 
 
-@lru_cache(256)  # the kernel has few keys, and each client has all of them
-def _amount(key: str, *, integrated: bool) -> str:
-    """Return "total" or "resident" for the key of a region whose memory counts, else ""."""
-    found = _MEMORY[integrated].fullmatch(key)
-    return found[1] if found else ""
+@lru_cache(64)  # all clients of a driver have the same keys
+def _memory_keys(keys: tuple[str, ...], *, integrated: bool) -> tuple[str, ...]:
+    """Return the keys of the regions whose memory counts: of what is resident, or else of the total."""
+    found = [(match[1], match[0]) for key in keys if (match := _MEMORY[integrated].fullmatch(key))]
+    kind = "resident" if any(kind == "resident" for kind, _ in found) else "total"
+    return tuple(key for told, key in found if told == kind)
 
 
-@lru_cache(256)
-def _engine(key: str) -> str:
-    """Return the class of engines whose work a key counts, or "" if it counts something else."""
-    found = _BUSY.fullmatch(key)
-    return found[1] if found else ""
+@lru_cache(64)
+def _engines(keys: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the classes of engines whose work is counted, each with its key."""
+    return tuple((match[1], key) for key in keys if (match := _BUSY.fullmatch(key)))
 
 
 def _row(client: DrmClient, *, integrated: bool) -> GpuProcess | None:
     """Return the process of a client, or None if it holds no memory and has never used an engine, as a monitor does."""
-    worked = [engine for key, value in client.values.items() if value and (engine := _engine(key))]
+    worked = [engine for engine, key in _engines(tuple(client.values)) if client.values[key]]
     memory = _memory_of(client, integrated=integrated)
     if not worked and memory == 0:
         return None
@@ -464,7 +469,7 @@ def _read_utilization(view: _View) -> None:
 
 def _utilization(view: _View) -> float:
     """Return the load of the busiest class of engines; if not all processes can be seen, of all engines together."""
-    if not view.look.clients.hidden and any(_engine(key) for client in view.clients for key in client.values):
+    if not view.look.clients.hidden and any(_engines(tuple(client.values)) for client in view.clients):
         load: dict[str, float] = defaultdict(float)
         for (_, engine), share in view.shares.items():
             load[engine] += share
