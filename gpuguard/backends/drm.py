@@ -514,7 +514,7 @@ def _drm_nodes(folder: str, descriptors: Iterable[str] | None, *, named_by_root:
     user may not see them, or the process has ended.
     """
     found: dict[str, str] = {}
-    opened = os.open(folder, _READING | os.O_DIRECTORY)  # it saves half of what the path of each file would cost
+    opened = os.open(folder, _READING | os.O_DIRECTORY)  # so that this path is walked once, and not for each file
     try:
         for name in os.listdir(opened) if descriptors is None else descriptors:
             try:

@@ -317,13 +317,7 @@ class _View:
         """
         reason: str = _ABSENT
         for path in self._sensors(kind, suffixes):
-            try:
-                value = number(read(path))
-            except NotTold as gap:
-                if gap.key != "drm.absent":
-                    raise
-                continue
-            if value:
+            if value := number(read(path)):
                 return path, value
             reason = zero
         raise NotTold(reason)
