@@ -321,6 +321,23 @@ def test_a_second_name_for_a_file_of_its_user_ends_no_reservation(directory):
     assert read_reservations(directory, time.time())[0] == []  # now it is the file of its user
 
 
+@pytest.mark.root
+def test_any_number_of_files_of_another_user_hides_none_of_the_user_and_few_are_looked_at(directory, monkeypatch):
+    made = made_in(directory, uid=os.geteuid())
+    for about in (made.key, "20002.gone"):
+        for number in range(MOST_COUNTED + 50):
+            mark = Path(f"{directory.records}/{directory.prefix}waived.{made.uid}.{about}.{number}")
+            mark.touch()
+            os.chown(mark, 20002, 20002)
+    looked, real = list[str](), reservations.status_in_place
+    monkeypatch.setattr(reservations, "status_in_place", lambda path: looked.append(path) or real(path))
+
+    assert [one.key for one in read_reservations(directory, time.time())[0]] == [made.key]
+    assert len(looked) == MOST_COUNTED
+    Path(f"{directory.records}/{directory.prefix}waived.{made.uid}.{made.key}").touch()
+    assert read_reservations(directory, time.time())[0] == []
+
+
 def test_no_member_waives_what_is_for_a_group(directory, group):
     group[os.geteuid()] = True
     made = made_in(directory, **OF_GROUP)

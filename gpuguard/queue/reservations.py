@@ -33,7 +33,7 @@ from typing import Any
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, written_at
 from gpuguard.claims.disk_room import why_full
-from gpuguard.claims.records import unfinished_path
+from gpuguard.claims.records import first_of_each, unfinished_path
 from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
 from gpuguard.device_state import claims_readable
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
@@ -460,14 +460,15 @@ def _files_of_users(
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the key of a reservation with the status of a file about it, for each file that a user of it has made."""
     start = f"{directory.prefix}{kind}."
+    about, left = list[str](), list[str]()
     for name in names:
-        if not name.startswith(start):
-            continue
-        uid, *words = name[len(start) :].split(".")
-        key, path = ".".join(words[:2]), f"{directory.records}/{name}"
-        if key not in known:
-            remove_leftover(path)
-            continue
+        if name.startswith(start):
+            (about if _key_in(name, start) in known else left).append(name)
+    for name in left[:MOST_COUNTED]:
+        remove_leftover(f"{directory.records}/{name}")
+    # A user has one for each reservation, but can make any number, under the names of other users as well.
+    for name in first_of_each(directory, about, MOST_COUNTED)[0]:
+        key, path, uid = _key_in(name, start), f"{directory.records}/{name}", name[len(start) :].partition(".")[0]
         try:
             status = status_in_place(path)
         except OSError as error:
@@ -478,3 +479,8 @@ def _files_of_users(
         is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and uid == str(status.st_uid)
         if is_own and (known[key].uid == status.st_uid or (kind == "arrived" and known[key].admits(status.st_uid))):
             yield key, status
+
+
+def _key_in(name: str, start: str) -> str:
+    """Return the key of the reservation in the name of a file about it: "MAKER.ID"."""
+    return ".".join(name[len(start) :].split(".")[1:3])
