@@ -399,6 +399,8 @@ def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
     for pid, target in ((101, "/tmp/x"), (102, "/dev/shm/x"), (103, "/dmabuf:x"), (104, "socket:[7]")):
         opens(tmp_path, pid, fdinfo(client=pid), target=target)
     opens(tmp_path, 105, "pos:\t0", target="/dev/x")
+    monkeypatch.setattr(drm, "_MOST_FILES", 1)
+    opens(tmp_path, 104, fdinfo(client=7), number=6, target="/tmp/x")  # the second of too many
     asked, real = list[str](), os.stat
 
     def stat(path: str, **how: int | None) -> os.stat_result:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _NODES = DRM_NODES.rstrip("*")
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
+_MOST_FILES = 1024  # of a process, the first ones, that are looked into where no name says whether they are nodes
 _LONGEST = 2**16  # bytes: a file of sysfs has at most a page, and fdinfo of a client with all its engines two
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII).fullmatch
 _CARD = re.compile(r"card\d+")  # and not card0-DP-1, which is a connector
@@ -516,7 +517,7 @@ def _drm_nodes(folder: str, descriptors: Iterable[str] | None, *, named_by_root:
     found: dict[str, str] = {}
     opened = os.open(folder, _READING | os.O_DIRECTORY)  # so that this path is walked once, and not for each file
     try:
-        for name in os.listdir(opened) if descriptors is None else descriptors:
+        for place, name in enumerate(os.listdir(opened) if descriptors is None else descriptors):
             try:
                 target = os.readlink(name, dir_fd=opened)
             except PermissionError:  # root may list the files of all, but without CAP_SYS_PTRACE not see what they are
@@ -527,7 +528,7 @@ def _drm_nodes(folder: str, descriptors: Iterable[str] | None, *, named_by_root:
             if target.startswith(_NODES):
                 found[name] = os.path.basename(target)
             elif not named_by_root:
-                if target.startswith("/") and not target.startswith("/dmabuf:"):
+                if place < _MOST_FILES and target.startswith("/") and not target.startswith("/dmabuf:"):
                     found[name] = ""
             elif target.startswith("/dev/") and not target.startswith("/dev/shm/") and (node := _node(name, opened)):
                 found[name] = node
