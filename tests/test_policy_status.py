@@ -264,7 +264,7 @@ class Looks(Rule):
     """Notes what it sees of the past."""
 
     wanted: tuple[tuple[str, float], ...]
-    seen: list[dict[tuple[str, str], list[tuple[float, float]]]] = field(default_factory=list, compare=False)
+    seen: list[dict[tuple[Subject, str], list[tuple[float, float]]]] = field(default_factory=list, compare=False)
 
     kind = RuleKind("looks", innocent=True)
 

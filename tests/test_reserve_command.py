@@ -48,7 +48,7 @@ def test_what_is_reserved_is_kept_from_others_and_given_to_its_user(machine):
 
     assert (many.returncode, many.stdout, few.returncode) == (75, "", 0)
     assert f"it would delay the reservation of {ALICE.pw_name} until " in many.stderr
-    assert many.stderr.count(f"kept for {ALICE.pw_name}'s reservation until ") == 2
+    assert f"GPU 0, GPU 1: kept for {ALICE.pw_name}'s reservation until " in many.stderr
     with machine.job(BOB, "-n", "6") as (_, his), machine.job(ALICE, "-n", "2") as (_, hers):
         assert sorted(f"{his},{hers}".split(",")) == [str(index) for index in range(DEVICES)]
         assert [one["state"] for one in listed(machine)] == ["2 of 2 used"]
