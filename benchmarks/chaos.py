@@ -67,9 +67,9 @@ policies:
 # What protects from a guard that ends too many is for hours; here hours are seconds.
 DAEMON = """
 import sys
-from gpuguard.enforcement import limits
-limits.VICTIMS_PER_HOUR = limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
-limits.BETWEEN_ACTIONS, limits.EFFECT_SECONDS = 1.0, 2.0
+from gpuguard.enforcement import guard_limits
+guard_limits.VICTIMS_PER_HOUR = guard_limits.SIGNALS_PER_MINUTE = guard_limits.ENDED_PER_HOUR = 10**6
+guard_limits.BETWEEN_ACTIONS, guard_limits.EFFECT_SECONDS = 1.0, 2.0
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -34,8 +34,8 @@ from broker_machine import Brokered
 from users import install
 
 from gpuguard.batch.dispatchers import has_dispatcher
-from gpuguard.batch.facts import directory_of, read_jobs
-from gpuguard.batch.records import JobStore
+from gpuguard.batch.job_facts import directory_of, read_jobs
+from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.states import ENDED, Jobs
 from gpuguard.claims.directory import is_unlocked
 from gpuguard.procfs import processes, read_memory

@@ -29,7 +29,7 @@ from stores import a_busy_snapshot
 from gpuguard.history import store
 from gpuguard.history.queries import Usage, query_store
 from gpuguard.history.recorder import Recorder
-from gpuguard.history.schema import COARSEST, WIDTH, Slot, rates_of
+from gpuguard.history.store_schema import COARSEST, WIDTH, Slot, rates_of
 
 BATCH = 96  # slots in one transaction, to be done in time
 ROUNDS = 20

@@ -590,5 +590,5 @@ def _new_id(outer: ClaimRecord | None, ticket: Ticket | None) -> str:
     own = (ticket and ticket.short_id) or os.urandom(4).hex()
     if outer:
         return f"{outer.id}.{own}"
-    job = os.environ.get("SLURM_JOB_ID", "")  # set on a cluster whose prolog claims nothing: see clusters.slurm
+    job = os.environ.get("SLURM_JOB_ID", "")  # set on a cluster whose prolog claims nothing: see clusters.slurm_jobs
     return f"slurm{job}-{own}" if job.isdecimal() and len(job) < 12 else own

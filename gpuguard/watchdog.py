@@ -22,8 +22,8 @@ from gpuguard.claims.holders import hidden_claim_text
 from gpuguard.claims.records import ClaimWatcher, FirstSeen
 from gpuguard.device_state import Processes, claims_readable, user_label
 from gpuguard.enforcement import actions
+from gpuguard.enforcement.guard_limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, AuditQuota, PastAction
 from gpuguard.enforcement.identity import Protected, is_alive
-from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, AuditQuota, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier, memory_is_back
 from gpuguard.errors import BackendError
@@ -45,7 +45,7 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
 from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.jobs import JobMember, alone, member_of
+from gpuguard.policies.job_processes import JobMember, alone, member_of
 from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.usage import strangers

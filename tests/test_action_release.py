@@ -21,9 +21,9 @@ from gpuguard import procfs, users
 from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import FULL_BYTES, locked_devices, probe, record_path
-from gpuguard.clusters import slurm
+from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import actions, signals
-from gpuguard.enforcement.limits import ActionLimits, PastAction
+from gpuguard.enforcement.guard_limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import ClaimError, DriverUnresponsive
 from gpuguard.model import ClaimRecord, Finding, Snapshot, Subject, Verdict
@@ -323,8 +323,8 @@ def test_a_record_that_lies_about_what_its_claim_holds_keeps_nothing(claimed, li
 
 
 def test_whose_share_of_the_hour_is_used_up_has_their_job_of_slurm_live(claimed, holder, monkeypatch):
-    monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
-    monkeypatch.setattr(slurm, "cancel", lambda job: pytest.fail("it was cancelled"))
+    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: pytest.fail("it was cancelled"))
     claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
     for pid in range(2, 7):
         claimed.facts["limits"].record(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
@@ -366,8 +366,8 @@ def test_a_supervisor_is_sent_the_signal_that_its_claim_has_changed(claimed, hol
 )
 def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypatch, name, answer, word, asked):
     cancelled: list[str] = []
-    monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
-    monkeypatch.setattr(slurm, "cancel", lambda job: cancelled.append(job) or answer)
+    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: cancelled.append(job) or answer)
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, name=name) as one:
         outcome = claimed.act(one, "cancel")
 

@@ -22,7 +22,7 @@ from gpuguard.backends.simulated import Simulated
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.errors import ClaimError
-from gpuguard.jobs import adopt
+from gpuguard.jobs import adoption
 from gpuguard.model import HEALTH
 
 ROUNDS = often(48)
@@ -257,9 +257,9 @@ def test_a_job_that_ends_while_it_is_adopted_gets_nothing(node, is_still_listed)
         job.kill()
         job.wait()
 
-    late = Simulated(node.place).sample(adopt._FIELDS) if is_still_listed else None
+    late = Simulated(node.place).sample(adoption._FIELDS) if is_still_listed else None
     with pytest.raises(ClaimError, match="while it was adopted"):
-        adopt.adopt(Meddled(node.place, meddle, late), node.directory, [job.pid])
+        adoption.adopt(Meddled(node.place, meddle, late), node.directory, [job.pid])
     assert node.locked() == []
 
 
@@ -267,7 +267,7 @@ def test_a_process_that_comes_while_another_is_adopted_is_seen(node):
     job = node.job("1")
 
     with pytest.raises(ClaimError, match="of yours computes on GPU 1 too"):
-        adopt.adopt(Meddled(node.place, lambda: node.job("1")), node.directory, [job.pid])
+        adoption.adopt(Meddled(node.place, lambda: node.job("1")), node.directory, [job.pid])
     assert node.locked() == []
 
 

@@ -67,7 +67,7 @@ def test_a_user_who_is_denied_adopts_nothing(admin, sleepers):
 # Reads a place on argv; adopts a job twice, the second time one whose pid becomes that of another process meanwhile.
 REUSE = """
 import os, signal, sys
-from gpuguard.jobs import adopt
+from gpuguard.jobs import adoption
 from gpuguard.backends.simulated import Simulated, use
 from gpuguard.errors import ClaimError
 from gpuguard.claims.directory import lock_directory
@@ -101,13 +101,13 @@ class Meddled(Simulated):
 
 directory = lock_directory(None, backend=f"simulated:{place}")
 job = a_job()
-claim, family = adopt.adopt(Simulated(place), directory, [job])
+claim, family = adoption.adopt(Simulated(place), directory, [job])
 claim.release()
 family.close()
 print("adopted", [device.index for device in claim])
 for _ in range(5):
     try:
-        print("adopted", adopt.adopt(Meddled(place), directory, [job]))
+        print("adopted", adoption.adopt(Meddled(place), directory, [job]))
     except ClaimError as error:
         print("refused", error)
 print(locked_devices(directory, [device.uuid for device in Simulated(place).sample(()).devices]))

@@ -48,8 +48,8 @@ from gpuguard.queue.tickets import OwnTicket, new_ticket, ticket_content
 from gpuguard.request import Request, spelled
 from gpuguard.select import Choice, not_enough
 from gpuguard.source import SnapshotSource
-from gpuguard.top.feed import SceneFeed
 from gpuguard.top.scene import ScreenView
+from gpuguard.top.scene_source import SceneFeed
 from gpuguard.views.who import LABELS
 from gpuguard.web.feed import FrameFeed
 

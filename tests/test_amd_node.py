@@ -29,7 +29,7 @@ from gpuguard.claims.restrictions import DENIED, QUARANTINED, read_restrictions
 from gpuguard.cli import COMMANDS
 from gpuguard.device_state import usable_devices
 from gpuguard.enforcement.actions import ACTIONS
-from gpuguard.enforcement.limits import PastAction
+from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.model import ALL_FIELDS, Finding, Snapshot
 from gpuguard.policies.policy import unjudged
 from gpuguard.policies.rules import RULES

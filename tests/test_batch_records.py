@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuguard.batch import facts
-from gpuguard.batch.facts import open_jobs, read_jobs
-from gpuguard.batch.records import CANCEL, END, RETRY, START, JobEvent, JobRecord, JobStore, Source, new_record
+from gpuguard.batch import job_facts
+from gpuguard.batch.job_facts import open_jobs, read_jobs
+from gpuguard.batch.job_records import CANCEL, END, RETRY, START, JobEvent, JobRecord, JobStore, Source, new_record
 from gpuguard.batch.states import ENDED, Jobs
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale.messages import sentence
@@ -207,7 +207,7 @@ END_OF_1 = JobEvent(kind=END, time=2.0, task=0, attempt=1, status=0)
 def reading_claims(monkeypatch: pytest.MonkeyPatch, *reads: Callable[[], dict[str, bool]]) -> None:
     """Let the reads of the claims that are held be these, one after the other, and then the last one for ever."""
     left = list(reads)
-    monkeypatch.setattr(facts, "held_claims", lambda directory: (left.pop(0) if left[1:] else left[0])())
+    monkeypatch.setattr(job_facts, "held_claims", lambda directory: (left.pop(0) if left[1:] else left[0])())
 
 
 def test_a_claim_that_is_not_seen_at_the_moment_of_its_hand_over_is_not_lost(store, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.batch.records import (
+from gpuguard.batch.job_records import (
     CANCEL,
     END,
     RESUME,

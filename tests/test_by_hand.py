@@ -11,8 +11,8 @@ from top_scenes import Orphan, an_orphan
 from gpuguard.enforcement import by_hand
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
+from gpuguard.enforcement.guard_limits import ActionLimits
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.model import WHO_FIELDS, Finding
 from gpuguard.policies.view import process_subject
 from gpuguard.procfs import boot_clock

@@ -21,7 +21,7 @@ from gpuguard.claims.restrictions import (
     restrictions_against,
     to_json,
 )
-from gpuguard.daemon.server import SocketServer
+from gpuguard.daemon.socket_server import SocketServer
 from gpuguard.errors import LockDirectoryError
 
 root = pytest.mark.root

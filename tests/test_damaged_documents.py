@@ -35,7 +35,7 @@ from gpuguard.claims.restrictions import boot_id
 from gpuguard.cli.restrictions import line_of
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.device_state import uses
-from gpuguard.enforcement import limits
+from gpuguard.enforcement import guard_limits
 from gpuguard.errors import BackendError, DriverUnresponsive, GpuguardError
 from gpuguard.history.audit_log import append, decoded
 from gpuguard.metrics.exposition import prometheus_text
@@ -45,9 +45,9 @@ from gpuguard.procfs import process_facts
 from gpuguard.queue import estimates, reservations, tickets
 from gpuguard.queue.priority import Ticket
 from gpuguard.request import Request
-from gpuguard.top.feed import SceneFeed
 from gpuguard.top.page import page
 from gpuguard.top.scene import History, Scene, ScreenView
+from gpuguard.top.scene_source import SceneFeed
 from gpuguard.views import events, who
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS, csv_lines, query_of, to_json
 from gpuguard.views.text import json_text
@@ -144,7 +144,7 @@ def of_events(place: Path, encoded: bytes) -> None:
 def of_deeds(place: Path, encoded: bytes) -> None:
     path = place / "log"
     path.write_bytes(encoded + b"\n")
-    limits.recover_actions(str(path), 10.0, NOW + 5)
+    guard_limits.recover_actions(str(path), 10.0, NOW + 5)
 
 
 JOBS = (
@@ -443,7 +443,7 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
 
 
 def test_a_view_that_shows_what_it_was_told_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuguard.top.processes.neutralise", str)
+    monkeypatch.setattr("gpuguard.top.process_table.neutralise", str)
 
     with pytest.raises(AssertionError, match=r"^devices\.0\.processes\.0\.kind = NUL$"):
         test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_path)

@@ -72,7 +72,7 @@ IN_A_SMALL_THREAD = """
 import os, sys, threading
 threading.stack_size(128 * 1024)
 from gpuguard.claims.directory import lock_directory
-from gpuguard.daemon.server import SocketServer as Door
+from gpuguard.daemon.socket_server import SocketServer as Door
 from test_socket_server import connect, said
 directory = lock_directory(sys.argv[1])
 door = Door(directory, lambda uid, request: {"well": True})

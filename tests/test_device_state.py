@@ -43,7 +43,7 @@ from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by
 from gpuguard.source import desktop_memory, publish_desktop_memory, with_claims
 from gpuguard.top.page import page
-from gpuguard.top.processes import rows_of
+from gpuguard.top.process_table import rows_of
 from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import explain, who
 from gpuguard.web.feed import bounded
@@ -319,7 +319,7 @@ SECOND_COPIES = [
     ("gpuguard.metrics.families.computes", lambda process, _: process.kind != "graphics"),
     ("gpuguard.views.who.may_compute", lambda process, _: process.kind != "graphics"),
     ("gpuguard.policies.view.computes", lambda process, _: process.kind in ("compute", "mps")),
-    ("gpuguard.top.processes.may_compute", lambda process, _: process.kind != "graphics"),
+    ("gpuguard.top.process_table.may_compute", lambda process, _: process.kind != "graphics"),
     ("gpuguard.top.devices.LABELS", dict.fromkeys(who.LABELS, ("free", ""))),
 ]
 

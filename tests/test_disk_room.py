@@ -14,7 +14,7 @@ import pytest
 from nodes import SECONDS
 from sources import ROOT
 
-from gpuguard.cli.setup import service as setup_service
+from gpuguard.cli.setup import installation as setup_service
 
 pytestmark = pytest.mark.root
 
@@ -24,7 +24,7 @@ import fcntl, json, os, subprocess, sys
 from pathlib import Path
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import setup
-from gpuguard.cli.setup import service as setup_service
+from gpuguard.cli.setup import installation as setup_service
 told = {}
 path = sys.argv[1] + "/gpuguard"
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", sys.argv[1]], check=True)

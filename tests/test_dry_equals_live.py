@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.enforcement import actions, identity, limits, preflight, signals
+from gpuguard.enforcement import actions, guard_limits, identity, preflight, signals
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
@@ -192,8 +192,8 @@ def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
 
 
 def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
-    note = limits.ActionLimits.record
-    monkeypatch.setattr(limits.ActionLimits, "record", lambda *what: note(*what) if what[1].live else None)
+    note = guard_limits.ActionLimits.record
+    monkeypatch.setattr(guard_limits.ActionLimits, "record", lambda *what: note(*what) if what[1].live else None)
 
     with pytest.raises(AssertionError, match="refused"):
         differences(people, 1)

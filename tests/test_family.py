@@ -18,8 +18,8 @@ from proc import runs
 
 from gpuguard import procfs
 from gpuguard.errors import GpuguardError
-from gpuguard.jobs import adopt, isolation
-from gpuguard.jobs.adopt import ProcessFamily
+from gpuguard.jobs import adoption, isolation
+from gpuguard.jobs.adoption import ProcessFamily
 
 # A process that starts a child when it is told so on its stdin, says the child's pid, and can start it in a session of
 # its own ("away").  Ends with its stdin.
@@ -152,7 +152,7 @@ def test_a_pid_that_is_another_process_by_now_does_not_join(job, of, monkeypatch
     child = job.child()
     listed = procfs.processes()
     older = listed[child]._replace(start_time=listed[child].start_time - 0.01)
-    monkeypatch.setattr(adopt, "processes", lambda: {job.pid: listed[job.pid], child: older})
+    monkeypatch.setattr(adoption, "processes", lambda: {job.pid: listed[job.pid], child: older})
 
     assert set(of(job.pid).members) == {job.pid}
 

@@ -14,7 +14,7 @@ from gpuguard.files import UntrustedFile, read_file, write_file
 # and recordings that begin anew beside the old one, the usage store's copies, and what setup moves.
 RENAMING = {
     "gpuguard.files", "gpuguard.claims.records", "gpuguard.queue.tickets", "gpuguard.history.audit_log",
-    "gpuguard.history.store", "gpuguard.backends.replay", "gpuguard.batch.records",
+    "gpuguard.history.store", "gpuguard.backends.replay", "gpuguard.batch.job_records",
 }  # fmt: skip
 
 POLICY = "version: 1\npolicies: [{name: hogs, when: {memory: {above: 20GiB}}, steps: [log]}]\n"

@@ -21,7 +21,7 @@ from test_who import a_hostile_snapshot, documented
 from gpuguard.device_state import uses
 from gpuguard.fleet.answers import ROWS, HostAnswer, HostDevice, HostReply, HostReport, reply_of, reply_with
 from gpuguard.fleet.ssh import Reply
-from gpuguard.history.report import BY, joined_report
+from gpuguard.history.usage_report import BY, joined_report
 from gpuguard.locale.messages import dumps, sentence
 from gpuguard.views import fleet as view
 from gpuguard.views import report, who

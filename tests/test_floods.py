@@ -26,9 +26,9 @@ from gpuguard.backends import simulated
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change
 from gpuguard.daemon import broker as broker_module
-from gpuguard.daemon import server
+from gpuguard.daemon import socket_server
 from gpuguard.daemon.broker import Broker
-from gpuguard.daemon.server import DescriptorReply
+from gpuguard.daemon.socket_server import DescriptorReply
 from gpuguard.model import ALL_FIELDS, Snapshot
 from gpuguard.queue import state, tickets
 from gpuguard.queue.priority import QueueRules
@@ -225,9 +225,9 @@ def test_a_claim_reads_the_queue_once_however_many_wait(flood):
 
 def test_requests_that_take_long_are_handled_in_turns_by_user(tmp_path, monkeypatch):
     directory = lock_directory(str(tmp_path / "claims"))
-    uids, real = iter((7, 7, 7, 8, 9)), server.peer_uid
+    uids, real = iter((7, 7, 7, 8, 9)), socket_server.peer_uid
     is_listener = lambda: threading.current_thread().name == "gpuguard-socket"  # noqa: E731
-    monkeypatch.setattr(server, "peer_uid", lambda one: next(uids, os.geteuid()) if is_listener() else real(one))
+    monkeypatch.setattr(socket_server, "peer_uid", lambda one: next(uids, os.geteuid()) if is_listener() else real(one))
     done, handled = threading.Event(), list[int]()
 
     def handle(uid: int, request: Any) -> dict[str, Any]:

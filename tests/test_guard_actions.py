@@ -20,9 +20,9 @@ from proc import state
 from gpuguard import procfs
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
-from gpuguard.enforcement import actions, identity, limits, preflight, signals
+from gpuguard.enforcement import actions, guard_limits, identity, preflight, signals
 from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_checkpoint_signal, parse_niceness
-from gpuguard.enforcement.limits import HOUR, REMEMBERED, ActionLimits, FailedCheck, PastAction
+from gpuguard.enforcement.guard_limits import HOUR, REMEMBERED, ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
@@ -226,7 +226,7 @@ def test_a_quarantine_ends_with_the_process_that_caused_it_and_when_its_memory_i
     row = replace(scene.process, memory_used=40 * GIB, start_time=there.pop("start_time", scene.start_time))
     scene.machine.change(0, **{"processes": (row,), **there})
 
-    limits_of_a_new_daemon = {"limits": limits.ActionLimits()}
+    limits_of_a_new_daemon = {"limits": guard_limits.ActionLimits()}
     scene.context(**limits_of_a_new_daemon)
     give_up_unkillable(scene.context(), scene.machine.sample(()))
     assert quarantined(directory) == [a_uuid(0)]
@@ -436,7 +436,7 @@ def lines(scene: Scene) -> list[Event]:
 
 def of_the_action(scene: Scene) -> dict[str, Any]:
     [past] = scene.context().limits.past
-    return limits.facts_of(past)
+    return guard_limits.facts_of(past)
 
 
 @pytest.mark.parametrize("action", ["terminate", "pause"])
@@ -681,7 +681,7 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     assert [check.check for check in refused.failed] == [limit]
     assert scene.lives()
 
-    owner = limits if limit in ("one per device", "repetition", "restart loop") else limits.ActionLimits
+    owner = guard_limits if limit in ("one per device", "repetition", "restart loop") else guard_limits.ActionLimits
     monkeypatch.setattr(owner, _CHECK_OF[limit], lambda *of: None)
     assert scene.act(action).word == "sent"
     assert scene.dies()
@@ -826,7 +826,7 @@ def test_only_the_actions_of_the_last_hour_are_remembered_but_for_who_was_asked_
 
 
 def test_a_user_of_whom_many_are_ended_uses_up_no_others_share_of_the_hour():
-    book, pids, ended, refusals = limits.ActionLimits(), count(2), Counter(), []
+    book, pids, ended, refusals = guard_limits.ActionLimits(), count(2), Counter(), []
     for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
         process = (next(pids), 1.0)
         if refused := list(book.failed(an_action(process, uid), lambda past: True)):
@@ -841,7 +841,7 @@ def test_a_user_of_whom_many_are_ended_uses_up_no_others_share_of_the_hour():
 
 
 def test_users_who_were_acted_on_least_come_first_and_then_the_largest():
-    book = limits.ActionLimits([PastAction(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
+    book = guard_limits.ActionLimits([PastAction(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
     verdicts = {  # in the order in which they are to come
         "large of another user": a_verdict(1002, 70),
         "small of another user": a_verdict(1002, 1),
@@ -968,7 +968,7 @@ def test_the_user_of_a_verdict_is_denied_by_their_name_else_the_only_one_of_its_
 
 
 def test_what_runs_already_when_others_are_ended_is_not_back():
-    book, program = limits.ActionLimits(), {"devices": ("GPU-c",), "signature": "a program"}
+    book, program = guard_limits.ActionLimits(), {"devices": ("GPU-c",), "signature": "a program"}
     book.record(PastAction(500.0, "terminate", (2, 100.0), ("GPU-a",), live=True, signature="a program"))
     book.record(PastAction(520.0, "terminate", (3, 505.0), ("GPU-b",), live=True, signature="a program"))
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from builders import a_process
 
-from gpuguard.enforcement import limits as limiting
-from gpuguard.enforcement.limits import (
+from gpuguard.enforcement import guard_limits as limiting
+from gpuguard.enforcement.guard_limits import (
     BETWEEN_ACTIONS,
     BURST_LINES,
     HOUR,

@@ -20,7 +20,7 @@ NEVER = {
     # The two leave out files of users who use it so.
     "/dev/shm": ("files there are removed when their user logs out", "claims/holders.py backends/drm.py"),
     "select.select": ("it fails beyond 1,024 descriptors", ""),
-    "umask": ("it belongs to all threads of the process", "daemon/server.py web/server.py"),
+    "umask": ("it belongs to all threads of the process", "daemon/socket_server.py web/server.py"),
     "killpg": ("a group is never what was judged", ""),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from gpuguard.cli.history import period
 from gpuguard.errors import InvalidRequest
 from gpuguard.history import audit_log as log
 from gpuguard.history.queries import Point
-from gpuguard.history.schema import WIDTH
+from gpuguard.history.store_schema import WIDTH
 from gpuguard.model import Event
 from gpuguard.sanitize import display_width
 from gpuguard.views.charts import Scale, bar, bucketed, fitted, plot, round_marks, sparkline

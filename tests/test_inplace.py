@@ -35,7 +35,7 @@ for path in sys.argv[2:]:
 ADMINS = """
 from gpuguard.claims import disk_room, records, unlock as releasing
 from gpuguard.claims.directory import is_same_file, lock_directory
-from gpuguard.cli.setup import service as setup_service
+from gpuguard.cli.setup import installation as setup_service
 from gpuguard.queue import reservations, tickets
 from gpuguard.model import ClaimRecord
 from gpuguard.daemon import release as asking

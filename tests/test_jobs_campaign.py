@@ -11,7 +11,7 @@ from broker_machine import Brokered
 from jobs_campaign import Campaign, faults
 from sources import ROOT
 
-from gpuguard.batch.records import END, START, JobEvent, JobRecord, Source, StoredJob
+from gpuguard.batch.job_records import END, START, JobEvent, JobRecord, Source, StoredJob
 from gpuguard.batch.states import Jobs, jobs_of
 
 HERE = Source()

@@ -20,10 +20,10 @@ from sources import ROOT
 import gpuguard
 from gpuguard.batch import dispatchers, logout
 from gpuguard.batch.dispatchers import dispatcher_of, lock_path
-from gpuguard.batch.facts import directory_of, read_jobs
+from gpuguard.batch.job_facts import directory_of, read_jobs
+from gpuguard.batch.job_records import START, JobEvent, JobStore
 from gpuguard.batch.logout import ENDS, NEEDS_SCOPE
 from gpuguard.batch.public import PublicJobs, WaitingJob
-from gpuguard.batch.records import START, JobEvent, JobStore
 from gpuguard.batch.states import TaskState
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_record, read_records
@@ -363,7 +363,7 @@ def test_a_job_of_which_all_is_gone_is_lost_and_can_be_tried_again(node):
 
 
 def test_what_an_earlier_boot_has_left_starts_only_when_it_is_resumed(node, monkeypatch):
-    monkeypatch.setattr("gpuguard.batch.records.boot_id", lambda: "earlier")
+    monkeypatch.setattr("gpuguard.batch.job_records.boot_id", lambda: "earlier")
     waited, ran = node.submit("--hold", "--", "true"), node.submit("--hold", "--", "true")
     monkeypatch.undo()
     node.store.append(ran, JobEvent(kind=START, time=1.0, task=0, attempt=1, boot="earlier", claim="c"))

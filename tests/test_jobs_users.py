@@ -11,7 +11,7 @@ import pytest
 from nodes import until
 from users import ALICE, BOB, Machine
 
-from gpuguard.batch.records import JobStore, Source, new_record
+from gpuguard.batch.job_records import JobStore, Source, new_record
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.jobs import owners
 from gpuguard.errors import GpuguardError

@@ -349,7 +349,9 @@ def test_the_daemon_that_was_killed_comes_back_with_what_is_kept(tmp_path):
 
 
 def test_the_daemon_ends_at_once_while_a_client_is_connected(tmp_path):
-    with a_daemon(tmp_path, before="from gpuguard.daemon import server; server.REQUEST_SECONDS = 600.0") as daemon:
+    with a_daemon(
+        tmp_path, before="from gpuguard.daemon import socket_server; socket_server.REQUEST_SECONDS = 600.0"
+    ) as daemon:
         path = daemon.place / "claims" / "daemon.sock"
         with socket.socket(socket.AF_UNIX) as silent:
             assert eventually(lambda: silent.connect_ex(str(path)) == 0)

@@ -32,7 +32,7 @@ from proc import runs, state
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import Daemon, DaemonSettings
 from gpuguard.enforcement import pauses, signals
-from gpuguard.enforcement.limits import AuditQuota
+from gpuguard.enforcement.guard_limits import AuditQuota
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.files import write_file
 from gpuguard.history import audit_log

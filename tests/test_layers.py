@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -79,6 +80,21 @@ def test_the_architecture_lists_the_modules_in_this_order():
     listed = [name.rstrip("/") for row in rows for name in row.split(", ")]
 
     assert listed == [name for name in ORDER if not name.startswith("__")]
+
+
+def ambiguous(paths: Collection[str]) -> set[str]:
+    """Names of several modules; in `cli` and `views` a file is called as its command."""
+    parts = [path.split("/") for path in paths]
+    names = Counter(words[-1] for words in parts if words[0] != "views" and (words[0] != "cli" or len(words) > 2))
+    return {name for name, number in names.items() if number > 1 and not name.startswith("__")}
+
+
+def test_the_name_of_a_module_says_what_it_is_without_its_package():
+    moved = "For programs that were started before an upgrade"
+    paths = {path.relative_to(PACKAGE).as_posix() for path in modules() if moved not in path.read_text("utf-8")[:60]}
+
+    assert ambiguous(paths) == set()
+    assert ambiguous(paths | {"queue/records.py", "cli/jobs/signals.py"}) == {"records.py", "signals.py"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from test_metrics import read, the_one
 from gpuguard.claims.directory import lock_directory
 from gpuguard.metrics import facts
 from gpuguard.metrics.facts import DaemonFacts, EventCounter, RareFields
-from gpuguard.metrics.server import PAGE_SECONDS
+from gpuguard.metrics.http_server import PAGE_SECONDS
 from gpuguard.model import CLOCKS, ECC, MEDIA, NVLINK_FLOW, PCIE, Event, Gap
 from gpuguard.watchdog import SiteRules
 

@@ -263,11 +263,12 @@ def test_no_random_request_tells_a_user_what_a_policy_has_against_another_one(ma
 # 30 s before a SIGKILL, and a Slurm, are left out.
 IN_A_HURRY = """
 import sys
-from gpuguard.clusters import slurm
-from gpuguard.enforcement import limits
+from gpuguard.clusters import slurm_jobs
+from gpuguard.enforcement import guard_limits
 from gpuguard.policies import engine, policy
-limits.KILL_AFTER = engine.KILL_AFTER = policy.KILL_AFTER = 0.2
-slurm.job_of, slurm.against_cancelling, slurm.cancel = lambda pids: "12", lambda *_: None, lambda job: None
+guard_limits.KILL_AFTER = engine.KILL_AFTER = policy.KILL_AFTER = 0.2
+slurm_jobs.job_of, slurm_jobs.against_cancelling = lambda pids: "12", lambda *_: None
+slurm_jobs.cancel = lambda job: None
 from gpuguard.cli import main
 main(sys.argv[1:])
 """

@@ -14,8 +14,15 @@ from chances import luck
 from nodes import eventually
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.metrics import server
-from gpuguard.metrics.server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, Page, PageServer, host_names, listening_address
+from gpuguard.metrics import http_server
+from gpuguard.metrics.http_server import (
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    Page,
+    PageServer,
+    host_names,
+    listening_address,
+)
 
 FUZZED = 2400
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost:9835\r\nAccept: */*\r\n\r\n"
@@ -151,7 +158,7 @@ def test_a_fault_of_the_driver_is_said_and_one_of_ours_tells_nothing():
 def now(monkeypatch) -> list[float]:
     """What the server takes for the time."""
     reading = [0.0]
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: reading[0]))
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=lambda: reading[0]))
     return reading
 
 
@@ -197,7 +204,7 @@ def test_more_connections_than_there_is_room_for_end_the_silent_ones():
     ],
 )
 def test_a_client_that_sends_more_than_a_request_can_still_take_its_answer(monkeypatch, asked):
-    monkeypatch.setattr(server, "LINGER_SECONDS", 60.0)
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 60.0)
     with a_server(limit=60.0) as place, socket.create_connection(place, 10) as connection:
         connection.sendall(asked)
         answer = rest_of(connection)

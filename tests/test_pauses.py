@@ -16,7 +16,7 @@ from proc import state
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import single_daemon
 from gpuguard.enforcement import pauses, signals
-from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.guard_limits import ActionLimits
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.model import Event
 from gpuguard.policies.policy import Policy, Step

@@ -16,8 +16,8 @@ import gpuguard as api
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_record, read_records, record_path, write_record
-from gpuguard.cli.submit.words import python_words
-from gpuguard.clusters.slurm import Allocation
+from gpuguard.cli.submit.engine_command import python_words
+from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.jobs import slurm_claim
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation

@@ -17,7 +17,7 @@ from nodes import until
 
 from gpuguard import capabilities, deadline, procfs
 from gpuguard.enforcement import actions, identity, preflight, signals
-from gpuguard.enforcement.limits import PastAction
+from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Event, GpuProcess

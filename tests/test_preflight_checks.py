@@ -9,8 +9,8 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard.enforcement import identity, preflight
+from gpuguard.enforcement.guard_limits import ActionLimits, PastAction
 from gpuguard.enforcement.identity import ProcessFacts
-from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import (
     EARLY,
     LATE,
@@ -24,7 +24,7 @@ from gpuguard.enforcement.preflight import (
 )
 from gpuguard.locale import translated
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.policies.jobs import JobMember
+from gpuguard.policies.job_processes import JobMember
 from gpuguard.procfs import start_time
 
 UUID = a_uuid(0)
@@ -470,10 +470,10 @@ def test_the_signal_of_a_checkpoint_is_the_one_that_the_step_names(options, numb
 
 def test_the_slurm_job_is_that_of_the_process_or_of_the_claim(monkeypatch):
     monkeypatch.setattr(preflight.procfs, "ancestors", lambda pid: (pid - 1, 1))
-    monkeypatch.setattr(preflight.slurm, "job_of", lambda pids: f"job of {pids}")
-    monkeypatch.setattr(preflight.slurm, "job_of_claim", lambda claim: f"job of {claim}")
+    monkeypatch.setattr(preflight.slurm_jobs, "job_of", lambda pids: f"job of {pids}")
+    monkeypatch.setattr(preflight.slurm_jobs, "job_of_claim", lambda claim: f"job of {claim}")
     against_it = []
-    monkeypatch.setattr(preflight.slurm, "against_cancelling", lambda job, uid: against_it.append((job, uid)))
+    monkeypatch.setattr(preflight.slurm_jobs, "against_cancelling", lambda job, uid: against_it.append((job, uid)))
 
     assert slurm_job(a_target()) == "job of (4711, 4710, 1)"
     assert slurm_job(a_claim_target()) == "job of c1"

@@ -22,7 +22,7 @@ from gpuguard import deadline, host, procfs, users
 from gpuguard.backends import plausibility
 from gpuguard.claims import holders
 from gpuguard.claims.unlock import is_supervisor
-from gpuguard.clusters import slurm
+from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import identity
 from gpuguard.model import GpuProcess
 
@@ -410,8 +410,8 @@ READERS: dict[str, Callable[[int], Any]] = {
     "tree": lambda pid: (one := procfs.read_stat(pid)) and (one.parent, one.group, one.session, one.start_time),
     "below": lambda pid: (one := procfs.descendants(os.getpid()).get(pid)) and (one.parent, one.start_time),
     "numbers": lambda pid: host.HostNumbers().tree(pid, host.members_of(pid)).get("processes"),
-    "step": slurm.step_of,
-    "job": lambda pid: slurm.job_of([pid]),
+    "step": slurm_jobs.step_of,
+    "job": lambda pid: slurm_jobs.job_of([pid]),
     "holder": lambda pid: holders.locked_inode(str(pid), "1"),
 }
 

@@ -13,7 +13,7 @@ from queues import a_ticket
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.batch.dispatchers import StalledJobs
-from gpuguard.clusters.slurm import Queued
+from gpuguard.clusters.slurm_jobs import Queued
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.priority import QueueRules, Ticket

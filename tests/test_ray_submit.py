@@ -16,7 +16,7 @@ from nodes import Gpuguard, eventually
 from gpuguard.cli import build_parser
 from gpuguard.cli.run import command_of
 from gpuguard.cli.submit import check
-from gpuguard.cli.submit import ray as submit
+from gpuguard.cli.submit import via_ray as submit
 from gpuguard.errors import InvalidRequest
 from gpuguard.ray import guarded
 

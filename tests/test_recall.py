@@ -18,9 +18,9 @@ from guard_scene import a_child, a_scene
 from nodes import eventually
 
 from gpuguard.claims.restrictions import boot_id
-from gpuguard.clusters import slurm
-from gpuguard.enforcement import actions, limits
-from gpuguard.enforcement.limits import ActionLimits, RecoveredActions, recover_actions
+from gpuguard.clusters import slurm_jobs
+from gpuguard.enforcement import actions, guard_limits
+from gpuguard.enforcement.guard_limits import ActionLimits, RecoveredActions, recover_actions
 from gpuguard.history import audit_log
 from gpuguard.procfs import boot_clock
 
@@ -59,12 +59,12 @@ def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
 
 def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Path) -> None:
     words = []
-    for _ in range(limits.JOBS_PER_MINUTE + 2):
+    for _ in range(guard_limits.JOBS_PER_MINUTE + 2):
         with a_scene() as scene:
             scene.context(limits=ActionLimits(list(past(log).actions)), append=audit_log.append)
             words.append(scene.act("renice").word)
 
-    assert words == ["sent"] * limits.JOBS_PER_MINUTE + ["refused"] * 2
+    assert words == ["sent"] * guard_limits.JOBS_PER_MINUTE + ["refused"] * 2
 
 
 @pytest.mark.root
@@ -108,8 +108,8 @@ def test_no_log_means_no_actions(log: Path) -> None:
 
 
 def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
-    long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - limits.HOUR - 60}
-    long_ago["facts"] = {"clock_seconds": boot_clock() - limits.HOUR - 60}
+    long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - guard_limits.HOUR - 60}
+    long_ago["facts"] = {"clock_seconds": boot_clock() - guard_limits.HOUR - 60}
     rotated = log.with_name("events.jsonl.1")
     write(rotated, a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line())
     other = {"schema": 1, "time_unix_seconds": time.time(), "kind": "daemon", "outcome": "started"}
@@ -140,7 +140,7 @@ def test_a_clock_that_was_set_back_makes_no_action_older(log: Path, ahead: float
 
 def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log: Path) -> None:
     """As on a machine that boots with a wrong time and hears the right one after hours."""
-    before = {"time_unix_seconds": time.time() - 2 * limits.HOUR}
+    before = {"time_unix_seconds": time.time() - 2 * guard_limits.HOUR}
     note = {"schema": 1, **before, "kind": "note", "outcome": "cleared"}
     write(log, a_line(pid=1, facts={"boot": "another"}), a_line(**before), note, a_line(pid=4712))
 
@@ -182,19 +182,19 @@ def test_no_process_is_hit_while_it_cannot_be_known_which_was(log: Path, kind: s
         said = scene.act()
         assert said.word == "refused"
         assert {failure.check for failure in said.failed} == {"rate", "victims"}
-        assert said.wait and begun + limits.HOUR - boot_clock() <= said.wait <= limits.HOUR
+        assert said.wait and begun + guard_limits.HOUR - boot_clock() <= said.wait <= guard_limits.HOUR
         assert scene.lives()
 
 
 def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path) -> None:
     write(log, *["garbage"] * 10_000)
 
-    assert len(past(log).actions) == 2 * limits.MOST_JOBS
+    assert len(past(log).actions) == 2 * guard_limits.MOST_JOBS
 
 
 def test_every_action_that_is_counted_has_its_action_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
-        monkeypatch.setattr(slurm, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(slurm_jobs, name, lambda *_, answer=answer: answer)
     of_jobs = {"checkpoint", "kill", "requeue"}  # not of any process: it answers, was asked to end, may wait again
     on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - of_jobs
     for action in sorted(on_processes):

@@ -18,7 +18,7 @@ from gpuguard.history import recorder as recorder_module
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
 from gpuguard.history.recorder import Recorder
-from gpuguard.history.schema import NOBODY_KNOWS
+from gpuguard.history.store_schema import NOBODY_KNOWS
 
 LONGEST = 30.0
 HOUR = 3600.0

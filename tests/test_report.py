@@ -18,7 +18,8 @@ from test_who import DOCUMENT, documented, printed
 from gpuguard.fleet.answers import HostReply, HostReport, reply_with
 from gpuguard.history import audit_log, store
 from gpuguard.history.queries import Usage, query_store
-from gpuguard.history.report import (
+from gpuguard.history.store_schema import NOBODY_KNOWS, Slot, rates_of
+from gpuguard.history.usage_report import (
     BY,
     PolicyRow,
     Report,
@@ -28,7 +29,6 @@ from gpuguard.history.report import (
     running_claims,
     usage_report,
 )
-from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.locale import use_english, use_language_of_user
 from gpuguard.model import Event, Snapshot
 from gpuguard.sanitize import display_width

@@ -19,7 +19,7 @@ from proc import children_of
 from supervised_job import UUIDS, end, first_line, python
 
 from gpuguard.cli.job_log import summary_line
-from gpuguard.history.schema import DEVICE_COLUMNS, UsageSums
+from gpuguard.history.store_schema import DEVICE_COLUMNS, UsageSums
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.run import JobEnd
 

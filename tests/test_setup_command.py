@@ -21,7 +21,7 @@ from sources import ROOT
 
 from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
 from gpuguard.cli import run_command_line, setup
-from gpuguard.cli.setup import service as setup_service
+from gpuguard.cli.setup import installation as setup_service
 from gpuguard.errors import LockDirectoryError
 from gpuguard.policy_files.loader import load_policies
 

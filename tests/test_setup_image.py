@@ -11,7 +11,7 @@ from sources import ROOT
 
 from gpuguard.cli import setup
 from gpuguard.cli.setup import image as setup_image
-from gpuguard.cli.setup import service as setup_service
+from gpuguard.cli.setup import installation as setup_service
 
 UNITS = "etc/systemd/system"
 PLAIN = {

@@ -29,7 +29,7 @@ from proc import free_port
 from users import ALICE, BOB, Machine, install
 
 from gpuguard.claims.records import read_records
-from gpuguard.clusters import slurm, slurm_node
+from gpuguard.clusters import slurm_jobs, slurm_node
 from gpuguard.enforcement import identity
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -481,7 +481,7 @@ def test_the_claim_of_a_job_belongs_to_its_owner_and_ends_with_scancel(cluster):
 
 def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch):
     job, other = running(cluster, ALICE), running(cluster, BOB)
-    [batch] = [pid for pid, (_, step) in slurm.steps(job).items() if step == "batch"]
+    [batch] = [pid for pid, (_, step) in slurm_jobs.steps(job).items() if step == "batch"]
     cluster.wait_for(lambda: psutil.Process(batch).children())
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users here are the system's, which nothing is done to
@@ -499,11 +499,11 @@ def test_of_an_array_one_task_is_cancelled_and_the_others_run_on(cluster, monkey
     tasks = [f"{array}_{number}" for number in range(3)]
     cluster.wait_for(lambda: all(cluster.jobs().get(task, ("",))[0] == "RUNNING" for task in tasks))
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    word, _ = slurm.job_status(array)
+    word, _ = slurm_jobs.job_status(array)
 
     assert word in tasks  # one task bears the number of them all
-    assert slurm.against_cancelling(array, ALICE.pw_uid) is None
-    assert slurm.cancel(array) is None
+    assert slurm_jobs.against_cancelling(array, ALICE.pw_uid) is None
+    assert slurm_jobs.cancel(array) is None
     cluster.wait_for(lambda: is_over(cluster, word))
     assert [cluster.jobs()[task][0] for task in tasks if task != word] == ["RUNNING"] * 2
 

@@ -18,10 +18,10 @@ from gpuguard.claims.records import is_id
 from gpuguard.cli import build_parser
 from gpuguard.cli import slurm as slurm_setup
 from gpuguard.cli.run import command_of
-from gpuguard.cli.submit.ray import entrypoint
-from gpuguard.cli.submit.slurm import command_line
-from gpuguard.clusters import slurm
-from gpuguard.clusters.slurm import Allocation, SlurmReply, allocation, devices_of, with_files
+from gpuguard.cli.submit.via_ray import entrypoint
+from gpuguard.cli.submit.via_slurm import command_line
+from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation, SlurmReply, allocation, devices_of, with_files
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
 from gpuguard.views import queue as views
@@ -86,19 +86,21 @@ def test_slurms_numbers_are_those_of_the_device_files_and_a_divided_gpu_is_not_g
     ],
 )
 def test_the_job_stands_in_the_id_of_its_claim(claim, job):
-    assert slurm.job_of_claim(claim) == job
+    assert slurm_jobs.job_of_claim(claim) == job
 
 
 def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path, fake):
     gpuguard = Gpuguard(tmp_path, fake, SLURM_JOB_ID="12", CUDA_VISIBLE_DEVICES="1")
     done = gpuguard("run", "--no-wait", "--", "sh", "-c", "echo $GPUGUARD_CLAIM")
-    assert slurm.job_of_claim(done.stdout.strip()) == "12", done.stderr
+    assert slurm_jobs.job_of_claim(done.stdout.strip()) == "12", done.stderr
     assert done.stdout.startswith("slurm12-")
     assert gpuguard.events()[0]["claim"] == done.stdout.strip()
 
     seen = gpuguard("run", "--no-wait", "--note", "ablation", "--", *gpuguard.words("who", "--json"))
     [claim] = json.loads(seen.stdout)["devices"][1]["claims"]
-    assert (claim["note"], slurm.job_of_claim(claim["id"])) == ("ablation", "12"), "its record is read like any other"
+    assert (claim["note"], slurm_jobs.job_of_claim(claim["id"])) == ("ablation", "12"), (
+        "its record is read like any other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,11 @@ def test_what_would_be_an_option_or_more_than_one_word_is_no_id(text):
 def test_a_process_belongs_to_the_job_of_its_slurmstepd():
     script = 'exec -a "slurmstepd: [12.batch]" sleep 600'
     with subprocess.Popen(["bash", "-c", script]) as step:
-        until(lambda: slurm.step_of(step.pid))
-        assert slurm.step_of(step.pid) == ("12", "batch")
-        assert slurm.steps("12") == {step.pid: ("12", "batch")}
-        assert slurm.job_of((os.getpid(), step.pid)) == "12"
-        assert slurm.job_of((os.getpid(),)) is None
+        until(lambda: slurm_jobs.step_of(step.pid))
+        assert slurm_jobs.step_of(step.pid) == ("12", "batch")
+        assert slurm_jobs.steps("12") == {step.pid: ("12", "batch")}
+        assert slurm_jobs.job_of((os.getpid(), step.pid)) == "12"
+        assert slurm_jobs.job_of((os.getpid(),)) is None
         step.kill()
 
 
@@ -130,7 +132,7 @@ def test_a_process_that_only_calls_itself_slurmstepd_is_none(tmp_path, program):
         try:
             until(lambda: b"slurmstepd" in Path(f"/proc/{somebody.pid}/cmdline").read_bytes())
             assert os.stat(f"/proc/{somebody.pid}").st_uid == (0 if "root" in program else 20001)
-            assert slurm.step_of(somebody.pid) is None
+            assert slurm_jobs.step_of(somebody.pid) is None
         finally:
             somebody.kill()
 
@@ -155,30 +157,30 @@ def test_a_job_is_over_when_slurm_says_so_and_not_when_a_word_of_its_owners_does
     """In front stands its name, behind it command, directory and comment.  The last one was believed."""
     name, comment = (written, "") if where == "in front" else ("x", f" Comment={written}")
     programs.say("scontrol", JOB.format(name=name, uid=1001, state=state, restarts=1) + comment)
-    assert slurm.is_over(GIVEN) is over
+    assert slurm_jobs.is_over(GIVEN) is over
 
 
 def test_the_run_before_a_restart_is_over(programs):
     programs.say("scontrol", JOB.format(name="x", uid=1001, state="RUNNING", restarts=2))
-    assert slurm.is_over(GIVEN) is True
+    assert slurm_jobs.is_over(GIVEN) is True
 
 
 def test_where_slurm_does_not_answer_nothing_is_known_and_nothing_cancelled(programs):
     programs.say("scontrol", status=1)
-    assert slurm.is_over(GIVEN) is None
-    assert "by hand" in (slurm.cancel("12") or "")
+    assert slurm_jobs.is_over(GIVEN) is None
+    assert "by hand" in (slurm_jobs.cancel("12") or "")
     assert set(programs.called()) == {SHOW}
 
 
 def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(programs):
-    assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
+    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
     assert programs.called() == [
         SHOW,
         "scontrol update JobId=12 AdminComment=gpuguard: GPU 3: claimed by bob",
         "scontrol requeue 12",
     ]
     programs.say("scontrol", requeue=1)
-    assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
+    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
     assert programs.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
 
 
@@ -189,7 +191,7 @@ def a_job(programs: Programs, uid: int, *, state: str = "RUNNING", name: str = "
 @pytest.fixture
 def in_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """An offender of job 12."""
-    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
     return scene
 
 
@@ -299,7 +301,7 @@ def test_submit_hands_the_options_on_to_gpuguard_run_and_gives_slurm_a_later_lim
 def squeue(*rows: dict[str, str]) -> str:
     lines = []
     for row in rows:
-        cells = ((row.get(name, "N/A").encode(), width) for name, width in slurm._COLUMNS.items())
+        cells = ((row.get(name, "N/A").encode(), width) for name, width in slurm_jobs._COLUMNS.items())
         lines.append(b"".join(text[:width].ljust(width) for text, width in cells))
     return b"\n".join(lines).decode(errors="replace")
 
@@ -318,7 +320,7 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(programs):
     programs.say(
         "squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"})
     )
-    shown: Any = slurm.jobs()
+    shown: Any = slurm_jobs.jobs()
     waits, runs = shown
     assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
     assert (runs.user, runs.gpus, runs.nodes, runs.reason) == ("alice", 1, "n1", None)
@@ -329,7 +331,7 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(programs):
 
 def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(programs):
     programs.say("squeue", status=1)
-    found = slurm.jobs()
+    found = slurm_jobs.jobs()
     assert views.slurm_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
     assert views.slurm_json(found) is None
 
@@ -383,24 +385,24 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A task of an array that bears its number, two more of it, and an array of another user."""
     jobs = [Job(12, 12, 2), Job(13, 12, 0), Job(14, 12, 1), Job(77, 77, 2, OTHER), Job(78, 77, 1, OTHER), Job(20)]
     made = Controller(jobs)
-    monkeypatch.setattr(slurm, "run_slurm", made.ask)
+    monkeypatch.setattr(slurm_jobs, "run_slurm", made.ask)
     return made
 
 
 @pytest.mark.parametrize("job", [12, 13, 14, 20])
 def test_of_an_array_the_one_task_is_ended_or_put_back(controller, job):
-    assert slurm.against_cancelling(str(job), ME) is None
-    assert slurm.cancel(str(job)) is None
+    assert slurm_jobs.against_cancelling(str(job), ME) is None
+    assert slurm_jobs.cancel(str(job)) is None
     assert controller.ended == {job}
 
     controller.ended.clear()
-    assert slurm.put_back(Allocation(str(job), ME, ("0",)), "why") == "requeued"
+    assert slurm_jobs.put_back(Allocation(str(job), ME, ("0",)), "why") == "requeued"
     assert controller.ended == {job}
 
 
 def test_of_an_array_the_one_task_runs_or_is_over(controller):
     controller.jobs[1].state = controller.jobs[2].state = "COMPLETED"
-    over = [slurm.is_over(Allocation(job, ME, ())) for job in ("12", "13", "20", "99")]
+    over = [slurm_jobs.is_over(Allocation(job, ME, ())) for job in ("12", "13", "20", "99")]
     assert over == [False, True, False, True]
 
 
@@ -420,10 +422,10 @@ def test_whatever_a_user_calls_their_jobs_no_other_is_ended_or_put_back(controll
             job.name = name if job.uid == ME else "x"
         for job in (12, 20):
             controller.ended.clear()
-            if slurm.against_cancelling(str(job), ME) is None:
-                slurm.cancel(str(job))
+            if slurm_jobs.against_cancelling(str(job), ME) is None:
+                slurm_jobs.cancel(str(job))
                 assert controller.ended <= {job}, repr(name)
-            slurm.put_back(Allocation(str(job), ME, ("0",)), "why")
+            slurm_jobs.put_back(Allocation(str(job), ME, ("0",)), "why")
             assert controller.ended <= mine, repr(name)
     assert not any(word.startswith("-") for words in controller.called for word in words if word != "-o")
 
@@ -441,7 +443,7 @@ def test_a_job_whose_number_another_user_got_meanwhile_is_not_cancelled(controll
                 os.waitid(os.P_PID, scene.process.pid, os.WEXITED | os.WNOWAIT)
             return job
 
-        monkeypatch.setattr(slurm, "job_of", job_of)
+        monkeypatch.setattr(slurm_jobs, "job_of", job_of)
         outcome = scene.act("cancel")
 
     assert (outcome.word, outcome.why, controller.ended) == ("failed", "its job has ended", set())
@@ -452,8 +454,8 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
     forged = "".join(text.ljust(width) for text, width in cells)
     rows = [RUNS | {"Name": f"x{end}{forged}"} for end in ("\n", "\r", "\x0b", "\x85", "\u2028")]
     rows += [RUNS | {"UserName": "zoë", "Name": "字" * 100}, RUNS | {"StartTime": "0001-01-01T00:00:00"}]
-    monkeypatch.setattr(slurm, "run_slurm", lambda *words, seconds: SlurmReply(0, squeue(*rows), ""))
-    shown: Any = slurm.jobs()
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *words, seconds: SlurmReply(0, squeue(*rows), ""))
+    shown: Any = slurm_jobs.jobs()
     assert {(job.job, job.gpus, job.nodes) for job in shown} == {("12", 1, "n1")}
     assert [job.user for job in shown] == [row["UserName"] for row in rows]
     assert all(line.isprintable() for line in views.slurm_text(shown, 0.0))

@@ -32,9 +32,9 @@ from gpuguard.claims import grants
 from gpuguard.claims.daemon_client import MAX_REQUEST_BYTES, SOCKET_NAME, exchange
 from gpuguard.claims.directory import BROKERED, LockDirectory, lock_directory
 from gpuguard.cli import run_command_line
-from gpuguard.daemon import exemptions, requests, server
+from gpuguard.daemon import exemptions, requests, socket_server
 from gpuguard.daemon.broker import Broker
-from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, Handler, SocketServer
+from gpuguard.daemon.socket_server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, Handler, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
@@ -180,12 +180,12 @@ def test_a_request_may_come_in_pieces(opened):
 @pytest.fixture
 def patient(opened: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
     """A server that waits much longer for a request than its clients wait for it."""
-    monkeypatch.setattr(server, "REQUEST_SECONDS", 600.0)
+    monkeypatch.setattr(socket_server, "REQUEST_SECONDS", 600.0)
     return opened
 
 
 def test_a_client_that_sends_nothing_is_sent_away(opened, monkeypatch):
-    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(socket_server, "REQUEST_SECONDS", 0.3)
     with connect(opened) as silent:
         assert said(silent) == b""
 
@@ -221,12 +221,12 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(opened):
 
 def test_one_user_with_many_uids_keeps_no_other_out(patient, monkeypatch, tmp_path):
     monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "none"))  # that of this machine may name them
-    numbers, real = iter(range(100_000, 200_000)), server.peer_uid
+    numbers, real = iter(range(100_000, 200_000)), socket_server.peer_uid
 
     def uid_of(connection: socket.socket) -> int:
         return next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection)
 
-    monkeypatch.setattr(server, "peer_uid", uid_of)
+    monkeypatch.setattr(socket_server, "peer_uid", uid_of)
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(patient)) for _ in range(MAX_CONNECTIONS)]
         assert ask(patient, {})
@@ -234,16 +234,16 @@ def test_one_user_with_many_uids_keeps_no_other_out(patient, monkeypatch, tmp_pa
 
 
 def test_requests_of_one_user_with_many_uids_that_take_long_keep_no_other_out(directory, monkeypatch, tmp_path):
-    monkeypatch.setattr(server, "REQUEST_SECONDS", 600.0)
+    monkeypatch.setattr(socket_server, "REQUEST_SECONDS", 600.0)
     (tmp_path / "subuid").write_text("bob:100000:65536\n")
     monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
-    uids, real = iter(range(100_000, 100_000 + MAX_CONNECTIONS)), server.peer_uid
+    uids, real = iter(range(100_000, 100_000 + MAX_CONNECTIONS)), socket_server.peer_uid
 
     def uid_of(connection: socket.socket) -> int:
         is_servers = threading.current_thread().name == "gpuguard-socket"
         return next(uids, os.geteuid()) if is_servers else real(connection)
 
-    monkeypatch.setattr(server, "peer_uid", uid_of)
+    monkeypatch.setattr(socket_server, "peer_uid", uid_of)
     done = threading.Event()
     handle = lambda uid, request: {"uid": uid, "did": request["do"] == "claim" and done.wait(120)}  # noqa: E731
     with a_server(directory, handle), ExitStack() as stack:
@@ -315,7 +315,7 @@ def a_full_socket() -> Iterator[socket.socket]:
 def test_open_files_that_a_client_sends_hold_up_no_other(directory, monkeypatch, kernel, first):
     """A socket can let its last holder wait for days when it closes it, and that one was the thread that listens."""
     if kernel != "as it is":
-        monkeypatch.setattr(server, "SO_PASSRIGHTS", 0x7FFF)
+        monkeypatch.setattr(socket_server, "SO_PASSRIGHTS", 0x7FFF)
     until_all_is_sent = threading.Event()
     with a_server(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)}), ExitStack() as stack:
         with connect(directory) as busy:
@@ -388,7 +388,7 @@ class Counter:
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(socket_server, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(exemptions, "MAX_CHANGES", 10**9)
     monkeypatch.setattr(broker_client, "BUSY_SECONDS", 0.0)
     monkeypatch.setattr(requests, "load_in_time", lambda path: PolicyFile(path))
@@ -440,7 +440,7 @@ def test_every_request_gets_an_answer_and_the_next_one_is_served(counter, asker,
 
 def test_a_request_that_ends_the_thread_is_found(counter, monkeypatch):
     """As it was: whatever cannot be looked up in a set, for which no answer was given any more."""
-    monkeypatch.setattr(server, "_decoded", as_it_was)
+    monkeypatch.setattr(socket_server, "_decoded", as_it_was)
     monkeypatch.setattr(Counter, "says", lambda counter, line: while_it_lives(counter, line))
 
     with pytest.raises(AssertionError, match=r"^keep: do = \[\] ended the door"):
@@ -499,7 +499,7 @@ def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, name, monkeypatch,
         os.close(descriptor)
     before = len(os.listdir("/proc/self/fd"))
     for where, encoded in mutants({"ok": True, **answer}, brief=THE_SAME and name == "status"):
-        monkeypatch.setattr(server, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
+        monkeypatch.setattr(socket_server, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
         for reads in CLIENTS[name]:
             try:
                 reads(counter)

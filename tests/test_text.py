@@ -14,8 +14,8 @@ from guard_scene import a_scene
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuguard.enforcement import limits
-from gpuguard.enforcement.limits import BURST_LINES, REPORT_SECONDS, SECONDS_PER_LINE, AuditQuota, recover_actions
+from gpuguard.enforcement import guard_limits
+from gpuguard.enforcement.guard_limits import BURST_LINES, REPORT_SECONDS, SECONDS_PER_LINE, AuditQuota, recover_actions
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.policies.policy import Policy, Step
@@ -258,7 +258,7 @@ def test_deeds_are_remembered_over_a_restart_in_spite_of_a_flood(tmp_path: Path,
     log = tmp_path / "events.jsonl"
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 2**16)
-    monkeypatch.setattr(limits, "BURST_LINES", 50)
+    monkeypatch.setattr(guard_limits, "BURST_LINES", 50)
     dog = Watchdog(Scripted(a_snapshot(a_device())), (SMALL,), append=audit_log.append)
     with a_scene() as scene:
         scene.context(append=dog._record)

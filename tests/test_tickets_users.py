@@ -26,7 +26,7 @@ from gpuguard.claims import holders, records
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import of_their_users
 from gpuguard.claims.restrictions import DENIED, Restriction, change, restrictions_against
-from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
+from gpuguard.enforcement.guard_limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.backfill import plan, planned_for

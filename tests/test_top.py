@@ -17,7 +17,7 @@ from top_scenes import a_scene, an_orphan
 from gpuguard.batch.public import PublicJob
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
-from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.guard_limits import ActionLimits
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import PCIE
 from gpuguard.top.scene import Scene, ScreenView

@@ -25,15 +25,15 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import CLOCKS, HEALTH, PCIE, POWER, WHO_FIELDS, Gap
 from gpuguard.source import write_state
-from gpuguard.top import feed as top_feed
-from gpuguard.top.feed import SceneFeed, site_rules
+from gpuguard.top import scene_source as top_feed
 from gpuguard.top.scene import Thresholds
+from gpuguard.top.scene_source import SceneFeed, site_rules
 from gpuguard.users import user_name
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
 COUNTED = """
 from gpuguard.top.devices import fields_shown
-from gpuguard.top.feed import SceneFeed
+from gpuguard.top.scene_source import SceneFeed
 backend, answer = nvml.open(), []
 feed = SceneFeed("nvml", lambda: backend, lambda: None, lambda: None)
 feed.source.fresh, feed.more = True, fields_shown({width})

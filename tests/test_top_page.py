@@ -20,7 +20,7 @@ from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.top.details import details
 from gpuguard.top.page import title
-from gpuguard.top.processes import chosen_row, moved, rows_of
+from gpuguard.top.process_table import chosen_row, moved, rows_of
 from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, HostMeters, ScreenView, Thresholds
 
 HOT = {"temperature_slowdown": 90.0}
@@ -283,7 +283,7 @@ def test_a_wide_screen_has_all_rates_and_shares_of_a_process():
 
 
 def test_no_language_cuts_what_says_that_there_is_no_claim(monkeypatch):
-    monkeypatch.setattr("gpuguard.top.processes._", lambda text: "无占用声明" if text == "no claim" else text)
+    monkeypatch.setattr("gpuguard.top.process_table._", lambda text: "无占用声明" if text == "no claim" else text)
     heading, line = page_of(a_scene(a_device(processes=TWO[:1])), width=100)[-2:]
 
     assert "无占用声明" in line.text

@@ -22,7 +22,7 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon.service import NEVER_FIRES
 from gpuguard.history import queries, store
 from gpuguard.history.queries import Point, query_store
-from gpuguard.history.schema import DEVICE_COLUMNS, NOBODY_KNOWS, Slot, UsageSums, holdings, rates_of, rows
+from gpuguard.history.store_schema import DEVICE_COLUMNS, NOBODY_KNOWS, Slot, UsageSums, holdings, rates_of, rows
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 

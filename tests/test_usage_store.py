@@ -24,8 +24,8 @@ from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import queries, store
 from gpuguard.history.queries import METRICS, SeenDevice, Usage, query_store, store_path
-from gpuguard.history.report import usage_report
-from gpuguard.history.schema import DEVICE_COLUMNS, SLOTS, WIDTH, Slot
+from gpuguard.history.store_schema import DEVICE_COLUMNS, SLOTS, WIDTH, Slot
+from gpuguard.history.usage_report import usage_report
 from gpuguard.views import report as texts
 from gpuguard.views.report import to_html
 

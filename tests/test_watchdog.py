@@ -15,8 +15,8 @@ from gpuguard import procfs, watchdog
 from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import PastAction
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.notify.templates import Template, message_for

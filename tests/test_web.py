@@ -27,8 +27,8 @@ from web_pages import a_page, a_server, answers, ask
 
 from gpuguard import device_state
 from gpuguard.claims.daemon_client import SO_PASSRIGHTS
-from gpuguard.clusters import slurm
-from gpuguard.enforcement import limits, preflight
+from gpuguard.clusters import slurm_jobs
+from gpuguard.enforcement import guard_limits, preflight
 from gpuguard.locale.messages import sentence
 from gpuguard.views import who
 from gpuguard.web.feed import (
@@ -67,7 +67,7 @@ def test_the_page_brings_all_that_it_needs_and_lets_nothing_else_in(gpuguard):
 def unsaid() -> tuple[int, list[str]]:
     """How many sentences the checks before a signal have, and which of their texts stand in none."""
     count, texts = 0, list[str]()
-    for module, starts in ((preflight, "_"), (limits, "_"), (slurm, "against_")):
+    for module, starts in ((preflight, "_"), (guard_limits, "_"), (slurm_jobs, "against_")):
         for function in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(function, ast.FunctionDef) or not function.name.startswith(starts):
                 continue

@@ -15,10 +15,10 @@ from guard_scene import Scene, a_child, a_scene, started
 from ladders import START, Devices, Processes, Watch, a_policy, busy, kinds, pids
 
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.limits import ActionLimits, PastAction
+from gpuguard.enforcement.guard_limits import ActionLimits, PastAction
 from gpuguard.model import Device, GpuProcess, ProcessStat
 from gpuguard.policies.engine import may_end_with_job
-from gpuguard.policies.jobs import JobMember, alone, jobs_of, member_of
+from gpuguard.policies.job_processes import JobMember, alone, jobs_of, member_of
 from gpuguard.policies.policy import Exemption, KeptMark, Scope, Step
 from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import UnclaimedRule

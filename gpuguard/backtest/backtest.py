@@ -15,7 +15,7 @@ from gpuguard.locale import N_
 from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.action_kinds import ENDING_ACTIONS, HARMFUL, MESSAGES
 from gpuguard.policies.engine import EngineMemory, evaluate
-from gpuguard.policies.jobs import identities
+from gpuguard.policies.job_processes import identities
 from gpuguard.policies.policy import Judgement, Policy
 from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
 

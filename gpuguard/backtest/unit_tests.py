@@ -38,7 +38,7 @@ from gpuguard.units import (
     parse_watts,
 )
 from gpuguard.yaml_files.decoder import Accounts, Decoder, parse_whole
-from gpuguard.yaml_files.source import Fault, YamlSource, in_order
+from gpuguard.yaml_files.yaml_text import Fault, YamlSource, in_order
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpuguard.batch.facts import directory_of, open_jobs
+from gpuguard.batch.job_facts import directory_of, open_jobs
+from gpuguard.batch.job_records import JobStore, Source
 from gpuguard.batch.logout import outliving
 from gpuguard.batch.public import published
-from gpuguard.batch.records import JobStore, Source
 from gpuguard.batch.states import Jobs
 from gpuguard.claims.directory import LockDirectory, is_unlocked
 from gpuguard.errors import ClaimError, GpuguardError

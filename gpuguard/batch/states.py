@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpuguard.batch.records import (
+from gpuguard.batch.job_records import (
     CANCEL,
     END,
     RESUME,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
-from gpuguard.jobs.adopt import ENDING, ProcessFamily, adopt, detach, wake_pipe
+from gpuguard.jobs.adoption import ENDING, ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
 from gpuguard.procfs import uid_of

@@ -34,7 +34,7 @@ from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import EXIT_NO, EXIT_RUNNING, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
-from gpuguard.metrics.server import ADDRESS, listening_address, pages
+from gpuguard.metrics.http_server import ADDRESS, listening_address, pages
 from gpuguard.policies.policy import Judgement
 from gpuguard.policy_files.loader import READ_SECONDS
 from gpuguard.procfs import in_first_pid_namespace

@@ -28,8 +28,8 @@ from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.exposition import FILE, prometheus_text, remove_textfile, write_textfile
 from gpuguard.metrics.facts import MachineFacts, MetricFacts
 from gpuguard.metrics.families import metric_families
+from gpuguard.metrics.http_server import ADDRESS, PageServer, host_names, listening_address, pages
 from gpuguard.metrics.influx import InfluxClient, to_influx
-from gpuguard.metrics.server import ADDRESS, PageServer, host_names, listening_address, pages
 from gpuguard.notify.targets import Secret, Undelivered
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration

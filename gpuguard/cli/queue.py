@@ -15,7 +15,7 @@ from contextlib import closing
 from gpuguard.batch.dispatchers import stalled_jobs
 from gpuguard.cli import terminal
 from gpuguard.cli.options import add_fleet_options, add_source_options, directory_of, has_hosts, snapshot_source
-from gpuguard.clusters import slurm
+from gpuguard.clusters import slurm_jobs
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
 from gpuguard.views import queue as view
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     with closing(snapshot_source(args)) as source:
         snapshot, _ = source.sample()
     queue = read_queue(directory, snapshot, rules=site.rules)
-    stalled, jobs = stalled_jobs(directory), slurm.jobs() if slurm.is_here() else ()
+    stalled, jobs = stalled_jobs(directory), slurm_jobs.jobs() if slurm_jobs.is_here() else ()
     if args.json:
         put_json(view.to_json(queue, site, jobs, stalled))
         return 0

@@ -44,7 +44,7 @@ from gpuguard.files import write_file
 from gpuguard.fleet.answers import HostReply, HostReport, reply_of
 from gpuguard.fleet.hosts import words_of
 from gpuguard.history.queries import Watch, query_store, store_path
-from gpuguard.history.report import (
+from gpuguard.history.usage_report import (
     BY,
     FROM_LOG,
     ClaimRow,

@@ -33,11 +33,11 @@ from gpuguard.cli.options import (
     quantity,
     sampled,
 )
-from gpuguard.clusters import slurm
-from gpuguard.clusters.slurm import Allocation
+from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
-from gpuguard.jobs import adopt, slurm_claim
+from gpuguard.jobs import adoption, slurm_claim
 from gpuguard.jsonio import loads
 from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, SignalName
@@ -72,7 +72,7 @@ def _setup_options(parser: argparse.ArgumentParser) -> None:
 def _setup(args: argparse.Namespace) -> int:
     if not args.print:
         raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
-    devices = slurm.with_files(sampled(args, {MEMORY, MODEL, HEALTH}).devices)
+    devices = slurm_jobs.with_files(sampled(args, {MEMORY, MODEL, HEALTH}).devices)
     # The program, and the options that say where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
     command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
@@ -157,7 +157,7 @@ def _prolog_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prolog(args: argparse.Namespace) -> int:
-    given = slurm.allocation(os.environ)
+    given = slurm_jobs.allocation(os.environ)
     wait = quantity("--wait", args.wait, parse_duration) or 0.0
     if not given.gpus:
         return 0
@@ -187,14 +187,14 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
     """Claim the devices in a process of its own, tell the prolog, and stay until the claim is over."""
     try:
         claim = _claimed(args, given, wait)
-        woken, wake = adopt.wake_pipe((*adopt.ENDING, slurm_claim.WAKING))
+        woken, wake = adoption.wake_pipe((*adoption.ENDING, slurm_claim.WAKING))
         text = sentence("slurm.has", "job {job} has GPUs {gpus} of this node", job=given.job, gpus=",".join(given.gpus))
         _log("claim", "slurm job", given, text, claim)
         os.write(tells, b"!")
     except GpuguardError as error:
         os.write(tells, dumps({"why": str(error)}))
         os._exit(1)
-    adopt.detach({*claim.pass_fds, woken, wake})
+    adoption.detach({*claim.pass_fds, woken, wake})
     outcome = slurm_claim.hold(claim, given, woken)
     claim.release()
     os.seteuid(0)
@@ -217,7 +217,7 @@ def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
 
 
 def _epilog(args: argparse.Namespace) -> int:
-    given = slurm.allocation(os.environ)
+    given = slurm_jobs.allocation(os.environ)
     _refuse_other_than_root(args)
     if slurm_claim.end_claim(directory_of(args), given) is None and given.gpus:
         time.sleep(FORGOTTEN_SECONDS)
@@ -254,7 +254,7 @@ def _put_back(given: Allocation, reason: str) -> tuple[EventOutcome, bool]:
 
     Returns (the outcome, whether Slurm has put the job back or cancelled it).
     """
-    done = slurm.put_back(given, reason)
+    done = slurm_jobs.put_back(given, reason)
     outcome: EventOutcome = done or "not put back"
     _log("slurm", outcome, given, reason)
     return outcome, bool(done)

@@ -31,9 +31,9 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.model import PCIE, Snapshot
 from gpuguard.top.devices import fields_shown
-from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
+from gpuguard.top.scene_source import SAMPLING_THREAD, SceneFeed
 from gpuguard.units import parse_duration
 from gpuguard.views.text import put, style
 

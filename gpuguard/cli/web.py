@@ -27,7 +27,7 @@ from gpuguard.cli.options import FRESH, add_source_options, add_table, backend_o
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import open_file
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
-from gpuguard.metrics.server import LOCAL_NAMES
+from gpuguard.metrics.http_server import LOCAL_NAMES
 from gpuguard.model import NVLINK_FLOW, PCIE
 from gpuguard.notify.targets import LOOPBACK
 from gpuguard.source import SnapshotSource

@@ -33,7 +33,7 @@ from gpuguard.claims.directory import Gate, LockDirectory, open_lock, try_flock
 from gpuguard.claims.grants import Grant, grant_of, lock_for, names_of, replace_file
 from gpuguard.claims.records import probe_in_gate, slot_names
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_restrictions, restrictions_against
-from gpuguard.daemon.server import DescriptorReply, Reply
+from gpuguard.daemon.socket_server import DescriptorReply, Reply
 from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpuguard.device_state import claims_readable
-from gpuguard.enforcement.limits import AuditQuota
+from gpuguard.enforcement.guard_limits import AuditQuota
 from gpuguard.jobs.meter import JobMeter
 from gpuguard.model import ClaimRecord, Event, Snapshot
 

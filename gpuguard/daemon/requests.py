@@ -35,7 +35,7 @@ from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restri
 from gpuguard.claims.unlock import computing_under, lock_handle
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
 from gpuguard.daemon.release import releasable_claim
-from gpuguard.daemon.server import Reply
+from gpuguard.daemon.socket_server import Reply
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest

@@ -29,9 +29,9 @@ from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.jobs_seen import JobsSeen
 from gpuguard.daemon.queue_settings import REREAD_SECONDS, QueueSettingsFile
 from gpuguard.daemon.requests import RequestContext, handle
-from gpuguard.daemon.server import SocketServer
+from gpuguard.daemon.socket_server import SocketServer
 from gpuguard.daemon.upkeep import ClaimUpkeep
-from gpuguard.enforcement.limits import recover_actions
+from gpuguard.enforcement.guard_limits import recover_actions
 from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, GpuguardError, InvalidRequest
 from gpuguard.files import version_of, write_file
 from gpuguard.history import audit_log

@@ -19,10 +19,10 @@ from typing import Annotated, Literal
 from gpuguard.claims import restrictions, unlock
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.unlock import LockHandle
-from gpuguard.clusters import slurm
+from gpuguard.clusters import slurm_jobs
 from gpuguard.device_state import idle_limit, unlisted_memory
 from gpuguard.enforcement import identity, preflight, signals
-from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
+from gpuguard.enforcement.guard_limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.pauses import Pause
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.terminals import NO_TERMINAL, WRITTEN, write_to_terminal
@@ -275,7 +275,7 @@ def _cancel(target: Preflight) -> Result:
     # This is asked after the job was read, because no other process has the pid as long as this one lives.
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
     over = sentence("action.job_ended", "its job has ended")
-    fault = over if ended or job is None else slurm.cancel(job)
+    fault = over if ended or job is None else slurm_jobs.cancel(job)
     return ("failed", fault) if fault else ("sent" if target.process else "done", "")
 
 

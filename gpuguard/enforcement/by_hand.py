@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from gpuguard.backends import Backend
 from gpuguard.enforcement.actions import ActionOutcome, act
+from gpuguard.enforcement.guard_limits import ActionLimits
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.locale import N_
 from gpuguard.locale.messages import sentence

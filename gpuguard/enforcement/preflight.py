@@ -21,12 +21,12 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import of_their_users, probe, read_records
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, is_supervisor, lock_handle
-from gpuguard.clusters import slurm
+from gpuguard.clusters import slurm_jobs
 from gpuguard.deadline import in_time
 from gpuguard.device_state import computes, idle_limit
 from gpuguard.enforcement import identity
+from gpuguard.enforcement.guard_limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.identity import DriverNodes, ProcessFacts, driver_nodes
-from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.locale.messages import sentence
@@ -44,7 +44,7 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.action_kinds import DISRUPTIVE
-from gpuguard.policies.jobs import JobMember, alone, identities
+from gpuguard.policies.job_processes import JobMember, alone, identities
 from gpuguard.policies.policy import INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
@@ -244,9 +244,9 @@ def checkpoint_signal(verdict: Verdict) -> int:
 def slurm_job(target: Preflight) -> str | None:
     """Return the Slurm job that the process or the claim belongs to."""
     if target.claim:
-        return slurm.job_of_claim(target.claim.id)
+        return slurm_jobs.job_of_claim(target.claim.id)
     pid = target.identity[0]
-    return slurm.job_of((pid, *procfs.ancestors(pid)))  # read anew, also after the checks
+    return slurm_jobs.job_of((pid, *procfs.ancestors(pid)))  # read anew, also after the checks
 
 
 @contextmanager
@@ -550,7 +550,7 @@ def _stopped(target: Preflight) -> str | None:
 def _slurm(target: Preflight) -> str | None:
     if target.verdict.action != "cancel":
         return None
-    return slurm.against_cancelling(slurm_job(target), target.uid)
+    return slurm_jobs.against_cancelling(slurm_job(target), target.uid)
 
 
 def _requeues(target: Preflight) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from gpuguard.errors import EXIT_NOT_FOUND
 from gpuguard.fleet.ssh import Reply
 from gpuguard.history.queries import TIMES, DeviceTotal, SeenDevice, Watch
-from gpuguard.history.report import ClaimRow, PolicyRow, Report, UsageRow
+from gpuguard.history.usage_report import ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import Sentence, plain

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.grouping import summed
-from gpuguard.history.schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
+from gpuguard.history.store_schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
 from gpuguard.locale import _
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from gpuguard.errors import GpuguardError
 from gpuguard.history import store
 from gpuguard.history.queries import SpentSeconds, Usage
-from gpuguard.history.schema import WIDTH, Slot, UsageSums, Wanted
+from gpuguard.history.store_schema import WIDTH, Slot, UsageSums, Wanted
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Snapshot
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import JOURNAL
-from gpuguard.history.schema import (
+from gpuguard.history.store_schema import (
     COARSEST,
     COLUMNS,
     EACH,

@@ -27,11 +27,11 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.claims.unlock import lock_handle
-from gpuguard.clusters import slurm
-from gpuguard.clusters.slurm import Allocation
+from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
-from gpuguard.jobs.adopt import ENDING
+from gpuguard.jobs.adoption import ENDING
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
@@ -57,7 +57,7 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
     deadline = time.monotonic() + wait
     while True:
         snapshot = backend.sample({PROCESSES, PROCESS_DETAILS, HEALTH, MODEL} | fields_needed(Request()))
-        wanted = slurm.devices_of(given.gpus, snapshot.devices)
+        wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
         is_reserved = has_queue(directory, ("reserve.",))
@@ -102,13 +102,13 @@ class JobSteps:
 
     def refresh(self) -> None:
         """Find the slurmstepd processes that have started since the last call."""
-        for pid, (_name, step) in slurm.steps(self.job).items():
+        for pid, (_name, step) in slurm_jobs.steps(self.job).items():
             if pid in self.pidfds.values():
                 continue
             with suppress(OSError):
                 pidfd = os.pidfd_open(pid)
                 # This is read after the pidfd is open, so it is of the process that the pidfd means.
-                if slurm.step_of(pid) != (self.job, step):
+                if slurm_jobs.step_of(pid) != (self.job, step):
                     os.close(pidfd)
                     continue
                 self.pidfds[pidfd] = pid
@@ -142,9 +142,9 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
             return sentence("slurm.steps_ended", "the job has no slurmstepd any more, and no epilog came")
         elif now >= check_at:
             check_at = now + CONTROLLER_SECONDS
-            if slurm.is_over(given):
+            if slurm_jobs.is_over(given):
                 return sentence("slurm.job_over", "the job is over, says Slurm, and no epilog came")
-            if slurm.contains():
+            if slurm_jobs.contains():
                 return sentence("slurm.no_steps", "the job has got no slurmstepd, and no epilog came")
 
 

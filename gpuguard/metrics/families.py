@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpuguard import device_state
-from gpuguard.clusters.slurm import job_of_claim
+from gpuguard.clusters.slurm_jobs import job_of_claim
 from gpuguard.device_state import claims_readable, computes
 from gpuguard.metrics.facts import ECC_FIELDS, RARE_FIELDS, MetricFacts
 from gpuguard.model import DEVICE_FIELDS, Device, Snapshot

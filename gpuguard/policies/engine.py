@@ -34,7 +34,7 @@ from gpuguard.policies.action_kinds import (
     WHOLE,
 )
 from gpuguard.policies.arrivals import Arrivals
-from gpuguard.policies.jobs import JobMember, Jobs, identities, jobs_of, member_of
+from gpuguard.policies.job_processes import JobMember, Jobs, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
     KILL_AFTER,

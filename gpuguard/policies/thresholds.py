@@ -16,7 +16,7 @@ from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
-from gpuguard.policies.jobs import JobMember, jobs_of, member_of
+from gpuguard.policies.job_processes import JobMember, jobs_of, member_of
 from gpuguard.policies.view import (
     Rule,
     RuleKind,

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from gpuguard.enforcement.actions import ACTION_KEYS
-from gpuguard.enforcement.limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, MOST_JOBS
+from gpuguard.enforcement.guard_limits import JOBS_PER_HOUR, JOBS_PER_MINUTE, MOST_JOBS
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY

@@ -20,7 +20,7 @@ from gpuguard.jsonio import loads
 from gpuguard.policies.action_kinds import COUNTED
 from gpuguard.policy_files.loader import PolicyFile, parse
 from gpuguard.yaml_files.decoder import Accounts, Name
-from gpuguard.yaml_files.source import LARGEST, YamlNode, YamlSource
+from gpuguard.yaml_files.yaml_text import LARGEST, YamlNode, YamlSource
 
 TEXT, NAMES = "policy.last-good.yaml", "policy.names.json"
 POLICIES = "policies.json"  # among the daemon's files, for `gpuguard policy show`

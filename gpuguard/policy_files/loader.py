@@ -23,7 +23,7 @@ from gpuguard.policies.policy import Policy, Step
 from gpuguard.policy_files.checks import check
 from gpuguard.policy_files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
 from gpuguard.yaml_files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
-from gpuguard.yaml_files.source import Fault, YamlSource, in_order, read_file
+from gpuguard.yaml_files.yaml_text import Fault, YamlSource, in_order, read_file
 
 if TYPE_CHECKING:
     from gpuguard.notify.targets import Target

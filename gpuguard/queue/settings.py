@@ -27,7 +27,7 @@ from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
 from gpuguard.queue.priority import QueueRules
 from gpuguard.yaml_files.decoder import GROUP, USER, Accounts, Decoder
-from gpuguard.yaml_files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.yaml_files.yaml_text import LARGEST, Fault, YamlSource, read_file
 
 PATH = "/etc/gpuguard/line.yaml"
 LAST_GOOD = "line.last-good.json"

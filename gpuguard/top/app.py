@@ -35,13 +35,13 @@ from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import ActionName, ProcessIdentity
 from gpuguard.sanitize import neutralise
-from gpuguard.top import plots, processes
+from gpuguard.top import plots, process_table
 from gpuguard.top.details import FIELDS, details
 from gpuguard.top.devices import fields_shown
-from gpuguard.top.feed import SAMPLING_THREAD, SceneFeed
 from gpuguard.top.page import page, shown_uses, title
-from gpuguard.top.processes import ProcessRow, chosen_row, moved
+from gpuguard.top.process_table import ProcessRow, chosen_row, moved
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
+from gpuguard.top.scene_source import SAMPLING_THREAD, SceneFeed
 from gpuguard.users import user_name
 from gpuguard.views.charts import fitted
 from gpuguard.views.jobs import lines_of_all
@@ -428,7 +428,7 @@ class Top(App[None]):
                 now = self.scene.snapshot.taken_at
                 return plots.over_time(self.history, row, now, width, ascii_only=self.view.ascii_only)
 
-            self.push_screen(TextScreen(processes.heading(row), draw))
+            self.push_screen(TextScreen(process_table.heading(row), draw))
 
     def action_details(self) -> None:
         def text(_width: int) -> str:
@@ -450,8 +450,8 @@ class Top(App[None]):
 
     def action_environment(self) -> None:
         if row := self._chosen():
-            shown, hidden = processes.environment(row), processes.environment(row, hide=False)
-            self.push_screen(TextScreen(processes.heading(row), lambda width: shown, lambda width: hidden))
+            shown, hidden = process_table.environment(row), process_table.environment(row, hide=False)
+            self.push_screen(TextScreen(process_table.heading(row), lambda width: shown, lambda width: hidden))
 
     def action_signal(self) -> None:
         if (row := self._chosen()) is None or row.identity is None:
@@ -466,7 +466,7 @@ class Top(App[None]):
                 self._notify_user(_("{action} pid {pid} ...").format(action=action, pid=row.pid))
                 self._jobs.put(lambda: self._send(action, identity, devices))
 
-        self.push_screen(SignalScreen(processes.description(row)), answered)
+        self.push_screen(SignalScreen(process_table.description(row)), answered)
 
     def _send(self, action: ActionName, process: ProcessIdentity, devices: tuple[str, ...]) -> None:  # in the thread
         try:

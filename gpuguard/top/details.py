@@ -11,7 +11,7 @@ from gpuguard.device_state import DeviceUse, model_name
 from gpuguard.locale import _
 from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device, GpuProcess
 from gpuguard.sanitize import neutralise
-from gpuguard.top.processes import ProcessRow, heading
+from gpuguard.top.process_table import ProcessRow, heading
 from gpuguard.top.scene import Scene
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
 from gpuguard.vendors import vendor_of

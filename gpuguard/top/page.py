@@ -14,7 +14,7 @@ from gpuguard.sanitize import display_width, neutralise
 from gpuguard.tables import shorten
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
-from gpuguard.top.processes import chosen_row, process_lines
+from gpuguard.top.process_table import chosen_row, process_lines
 from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import Part, alarm, bar, fitted

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from gpuguard.device_state import DeviceUse
 from gpuguard.locale import _
 from gpuguard.model import Snapshot
-from gpuguard.top.processes import ProcessRow, heading
+from gpuguard.top.process_table import ProcessRow, heading
 from gpuguard.top.scene import History, ScreenLine
 from gpuguard.units import format_bytes, format_count, format_rounded
 from gpuguard.views.charts import Part, Scale, fitted, plot, scale_of

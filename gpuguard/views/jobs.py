@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpuguard.batch.dispatchers import StalledJobs
+from gpuguard.batch.job_records import JobRecord, JobStore, Source
 from gpuguard.batch.public import PublicJob
-from gpuguard.batch.records import JobRecord, JobStore, Source
 from gpuguard.batch.states import ENDED, RUNNING, Jobs, TaskState
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import ClaimRecord

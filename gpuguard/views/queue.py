@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.batch.dispatchers import StalledJobs
-from gpuguard.clusters.slurm import Queued
+from gpuguard.clusters.slurm_jobs import Queued
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.queue.backfill import QueuePosition

@@ -2,7 +2,7 @@
 
 The page has no script, nothing from elsewhere, and charts as inline SVG, so that it can be mailed and opened from a
 file.  docs/report.md says what each column means, docs/json.md describes the JSON.  This module does not read the
-usage store: see history.report.
+usage store: see history.usage_report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuguard.fleet.answers import HostReply
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
-from gpuguard.history.report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
+from gpuguard.history.usage_report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
 from gpuguard.html import escaped
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise

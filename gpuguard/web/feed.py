@@ -32,7 +32,7 @@ from gpuguard.claims.daemon_client import StatusReply, query_daemon
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Usage, query_store, store_path
-from gpuguard.history.schema import WIDTH
+from gpuguard.history.store_schema import WIDTH
 from gpuguard.locale import catalogue, translated
 from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.model import Snapshot

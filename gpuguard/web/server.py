@@ -35,10 +35,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpuguard.daemon.server import bind_socket
+from gpuguard.daemon.socket_server import bind_socket
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import catalogue
-from gpuguard.metrics.server import host_of
+from gpuguard.metrics.http_server import host_of
 from gpuguard.model import EventKind, EventOutcome
 from gpuguard.procfs import read_text
 from gpuguard.views.events import FACTS

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
-from gpuguard.yaml_files.source import YamlNode, YamlSource
+from gpuguard.yaml_files.yaml_text import YamlNode, YamlSource
 
 Reader = Callable[[str], Any]
 Path = tuple[str | int, ...]

@@ -25,10 +25,10 @@ sys.exit(main(sys.argv[1:]))
 # The shortest times that are allowed take a minute and a half, in which nothing happens.
 IMPATIENT = """
 from gpuguard.policy_files import checks as policychecks
-from gpuguard.enforcement import actions, limits
+from gpuguard.enforcement import actions, guard_limits
 from gpuguard.policies import engine, policy
-policychecks.KILL_AFTER = policy.KILL_AFTER = engine.KILL_AFTER = limits.KILL_AFTER = 1.0
-actions.UNKILLABLE_SECONDS, limits.BETWEEN_ACTIONS = 2.0, 0.5
+policychecks.KILL_AFTER = policy.KILL_AFTER = engine.KILL_AFTER = guard_limits.KILL_AFTER = 1.0
+actions.UNKILLABLE_SECONDS, guard_limits.BETWEEN_ACTIONS = 2.0, 0.5
 """
 HEAD = "version: 1\nmode: enforce\ninterval: {shortest: 200ms, longest: 200ms}\n"
 

@@ -29,7 +29,7 @@ from worlds import shown
 
 from gpuguard import users
 from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, spawn
-from gpuguard.enforcement import limits, preflight, signals
+from gpuguard.enforcement import guard_limits, preflight, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
@@ -407,7 +407,7 @@ def main(campaign: str, fault: str | None = None) -> None:
     in_workers = f"from gpuguard import users; users._names.update({NAMES})"
     setattr(spawn, "interpreter", beginning_with(in_workers))  # noqa: B010
     setattr(preflight, "driver_nodes", lambda devices: ())  # noqa: B010  the processes here have none open, even where there is one
-    limits.ENDED_PER_HOUR = 10**6
+    guard_limits.ENDED_PER_HOUR = 10**6
     if fault:
         FAULTS[fault]()
     with contextlib.ExitStack() as stack:

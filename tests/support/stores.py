@@ -14,7 +14,7 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
-from gpuguard.history.schema import SLOTS, WIDTH, Slot, rates_of, rows
+from gpuguard.history.store_schema import SLOTS, WIDTH, Slot, rates_of, rows
 from gpuguard.model import Device, Snapshot
 
 ALICE = 1001

@@ -25,7 +25,7 @@ from gpuguard.policies.view import (
     process_subject,
 )
 from gpuguard.yaml_files.decoder import Decoder
-from gpuguard.yaml_files.source import YamlSource
+from gpuguard.yaml_files.yaml_text import YamlSource
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30

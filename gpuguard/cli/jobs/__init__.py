@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuguard.batch.dispatchers import start_missing
-from gpuguard.batch.facts import claims_waited_for, directory_of, held_claims, open_jobs, read_jobs
+from gpuguard.batch.job_facts import claims_waited_for, directory_of, held_claims, open_jobs, read_jobs
+from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.public import public_jobs
-from gpuguard.batch.records import JobStore
 from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
 from gpuguard.claims.records import read_records
 from gpuguard.cli.jobs import changes

@@ -18,8 +18,8 @@ from functools import partial
 
 from gpuguard.backends import default_backend
 from gpuguard.batch.dispatchers import changed
-from gpuguard.batch.facts import KEPT_SECONDS, directory_of, read_jobs, remove_ended
-from gpuguard.batch.records import CANCEL, RESUME, RETRY, JobEvent, JobRecord, JobStore, StoredJob
+from gpuguard.batch.job_facts import KEPT_SECONDS, directory_of, read_jobs, remove_ended
+from gpuguard.batch.job_records import CANCEL, RESUME, RETRY, JobEvent, JobRecord, JobStore, StoredJob
 from gpuguard.batch.states import ENDED, RUNNING, TaskState
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.ids import job_and_task

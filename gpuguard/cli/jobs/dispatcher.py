@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.batch.dispatchers import lock_path, open_lock
-from gpuguard.batch.facts import KEPT_SECONDS, directory_of, open_jobs, remove_ended
+from gpuguard.batch.job_facts import KEPT_SECONDS, directory_of, open_jobs, remove_ended
+from gpuguard.batch.job_records import END, SKIP, START, WITHDRAW, JobEvent, JobRecord, JobStore, Source
 from gpuguard.batch.public import PublicJobs, publish, waiting_jobs
-from gpuguard.batch.records import END, SKIP, START, WITHDRAW, JobEvent, JobRecord, JobStore, Source
 from gpuguard.batch.states import Jobs, TaskState
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import is_same_file, try_flock

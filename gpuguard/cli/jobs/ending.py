@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from gpuguard.batch.facts import is_looked_after
+from gpuguard.batch.job_facts import is_looked_after
 from gpuguard.batch.states import TaskState
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe, read_record

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.public import published
-from gpuguard.batch.records import JobStore
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.ids import job_and_task
 from gpuguard.enforcement import signals

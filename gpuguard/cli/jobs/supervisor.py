@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gpuguard.batch.dispatchers import changed
-from gpuguard.batch.records import END, WITHDRAW, JobEvent, JobRecord, JobStore
+from gpuguard.batch.job_records import END, WITHDRAW, JobEvent, JobRecord, JobStore
 from gpuguard.batch.states import TaskState, task_states
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
-from gpuguard.batch.records import JobRecord
+from gpuguard.batch.job_records import JobRecord
 from gpuguard.jsonio import loads
 
 

@@ -41,8 +41,8 @@ from gpuguard.claims.records import slot_names
 from gpuguard.claims.restrictions import COPIES
 from gpuguard.cli.options import add_source_options, add_table, sampled
 from gpuguard.cli.progress import progress
-from gpuguard.cli.setup import image, service
-from gpuguard.cli.setup.service import LASTING, fault_as
+from gpuguard.cli.setup import image, installation
+from gpuguard.cli.setup.installation import LASTING, fault_as
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 from gpuguard.files import closed_after
 from gpuguard.locale import N_, _
@@ -106,10 +106,10 @@ def main(args: argparse.Namespace) -> int:
     if args.root is not None:
         return _prepare_image(args)
     if args.remove:
-        return service.remove_directory(args.dir) if args.dir else service.remove(ADMIN_DIRECTORY)
+        return installation.remove_directory(args.dir) if args.dir else installation.remove(ADMIN_DIRECTORY)
     if args.print_unit:
-        print(service.unit_for(args.daemon_user or USER), end="")
-        if doubt := service.doubts_about(sys.executable):
+        print(installation.unit_for(args.daemon_user or USER), end="")
+        if doubt := installation.doubts_about(sys.executable):
             print(f"gpuguard: {doubt}", file=sys.stderr)
         return 0
     _refuse_what_cannot_be(args)
@@ -139,9 +139,9 @@ def main(args: argparse.Namespace) -> int:
                 ).format(admin_directory=ADMIN_DIRECTORY)
             )
         if user != "root":
-            service.make_user(user)
-        service.write(service.TMPFILES, "\n".join(lines) + "\n")
-        service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
+            installation.make_user(user)
+        installation.write(installation.TMPFILES, "\n".join(lines) + "\n")
+        installation.mount_claims(f"{ADMIN_DIRECTORY}/claims")
     if args.broker and os.geteuid() != 0:
         raise LockDirectoryError(_("only root can give the lock files to the daemon alone.  Run it with sudo."))
     make_directory(path, uuids)
@@ -151,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
         change_broker(path, user, brokered=broker)
 
     if args.systemd:
-        service.install_service(user)
+        installation.install_service(user)
     _say_what_changed(before, _installed(path))
     _say_ready(path, args.dir, len(uuids))
     if broker:
@@ -169,7 +169,7 @@ def _refuse_what_cannot_be(args: argparse.Namespace) -> None:
                     admin_directory=ADMIN_DIRECTORY
                 )
             )
-        service.refuse_where_it_cannot_work(args.daemon_user or USER)
+        installation.refuse_where_it_cannot_work(args.daemon_user or USER)
     if args.dir is None and not args.print and (args.backend.startswith(RECORDED) or is_simulated(args.backend)):
         raise InvalidRequest(
             _(
@@ -222,14 +222,14 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
     if len(found) > MOST_SHOWN:
         missing.append(_("and {number} more").format(number=len(found) - MOST_SHOWN))
     if lines:
-        texts = {service.TMPFILES: lines[:1]}
-        if os.path.lexists(service.UNIT):
-            texts = {service.TMPFILES: lines, service.UNIT: [service.unit_for(user)]}
+        texts = {installation.TMPFILES: lines[:1]}
+        if os.path.lexists(installation.UNIT):
+            texts = {installation.TMPFILES: lines, installation.UNIT: [installation.unit_for(user)]}
         for file, allowed in texts.items():
-            if service.content_of(file) not in [service.sealed(text.encode()) for text in allowed]:
+            if installation.content_of(file) not in [installation.sealed(text.encode()) for text in allowed]:
                 other = _("{path} is not as this version of gpuguard writes it.")
                 missing.append((other if os.path.lexists(file) else _("{path} is missing.")).format(path=file))
-    account = service.account_of(user)
+    account = installation.account_of(user)
     daemons = f"{path}/{NAME}"
     if user != "root" and os.path.isdir(daemons) and (not account or os.stat(daemons).st_uid != account.pw_uid):
         missing.append(_("{path} does not belong to {user}.").format(path=daemons, user=user))
@@ -239,7 +239,7 @@ def _check(path: str, uuids: list[str], user: str, lines: list[str]) -> int:
 
 def _installed(path: str) -> dict[str, object]:
     """Return what setup makes, as it is now: path -> its content, or its mode and its owner."""
-    own = service
+    own = installation
     files = {file: own.content_of(file) for file in (own.TMPFILES, own.SYSUSERS, own.MOUNT_UNIT, own.UNIT, own.POLICY)}
     found: dict[str, object] = {file: content for file, content in files.items() if content is not None}
     for folder in (path, f"{path}/lock", f"{path}/claims", f"{path}/{NAME}"):
@@ -276,7 +276,7 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
         )
     )
     if own is None and not os.path.ismount(f"{path}/claims"):
-        print(_(service.UNBOUNDED).format(path=path))
+        print(_(installation.UNBOUNDED).format(path=path))
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
@@ -314,7 +314,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
 def _make_daemon_directory(path: str, name: str) -> None:
     """Make the directory of the daemon in *path*, or give the one that is there to *name*."""
     place = f"{path}/{NAME}"
-    if (account := service.account_of(name)) is None:
+    if (account := installation.account_of(name)) is None:
         raise LockDirectoryError(_("there is no user {name}.  `sudo gpuguard setup` makes gpuguard.").format(name=name))
     with fault_as(_("{place} cannot be made for {name}").format(place=place, name=name)):
         if not os.path.lexists(place):

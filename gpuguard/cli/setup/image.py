@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY
-from gpuguard.cli.setup import service as own
+from gpuguard.cli.setup import installation as own
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.files import closed_after, open_along, write_file
 from gpuguard.locale import _

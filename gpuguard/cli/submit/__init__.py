@@ -34,8 +34,8 @@ from gpuguard.cli.options import (
 )
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.submit import detached
-from gpuguard.cli.submit.ray import submit_to_ray
-from gpuguard.cli.submit.slurm import submit_to_slurm
+from gpuguard.cli.submit.via_ray import submit_to_ray
+from gpuguard.cli.submit.via_slurm import submit_to_slurm
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 

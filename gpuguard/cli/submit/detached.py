@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 from gpuguard.batch.dispatchers import changed
-from gpuguard.batch.facts import open_jobs
+from gpuguard.batch.job_facts import open_jobs
+from gpuguard.batch.job_records import MOST_TASKS, JobRecord, JobStore, Source, new_record
 from gpuguard.batch.logout import outliving
-from gpuguard.batch.records import MOST_TASKS, JobRecord, JobStore, Source, new_record
 from gpuguard.claims.claim import SHARE_VARIABLES
 from gpuguard.cli.jobs import wait_for
 from gpuguard.cli.jobs.changes import one_meant

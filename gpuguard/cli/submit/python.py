@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.batch.dispatchers import changed, start_missing
-from gpuguard.batch.facts import read_jobs
-from gpuguard.batch.records import JobStore
+from gpuguard.batch.job_facts import read_jobs
+from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.states import TaskState
 from gpuguard.cli.jobs import EXIT_NO_PATIENCE, wait_for
 from gpuguard.cli.jobs.changes import cancel_job, one_meant

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from gpuguard.batch.records import JobStore, Source
+from gpuguard.batch.job_records import JobStore, Source
 from gpuguard.batch.states import HeldClaims, Jobs, all_ended, ended_for_good, jobs_of
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records

@@ -25,8 +25,8 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
+from gpuguard.enforcement.guard_limits import ActionLimits
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import GpuguardError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses

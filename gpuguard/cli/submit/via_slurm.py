@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from gpuguard.cli.run import durations_of
-from gpuguard.cli.submit.words import inner_words, python_words, say_queued
+from gpuguard.cli.submit.engine_command import inner_words, python_words, say_queued
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import EXIT_FAILED, EXIT_NOT_NOW, EXIT_TIMEOUT, GpuguardError, InvalidRequest
 from gpuguard.locale import N_, _

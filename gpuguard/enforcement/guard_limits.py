@@ -21,7 +21,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
 from gpuguard.policies.action_kinds import DISRUPTIVE, ENDING_ACTIONS
 from gpuguard.policies.engine import EFFECT_SECONDS
-from gpuguard.policies.jobs import JobMember, Jobs, alone, jobs_of
+from gpuguard.policies.job_processes import JobMember, Jobs, alone, jobs_of
 from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.procfs import boot_id
 

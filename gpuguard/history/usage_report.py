@@ -16,7 +16,7 @@ from typing import Any
 from gpuguard.grouping import grouped
 from gpuguard.history.audit_log import Line, devices_of, facts_of, uids_of
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
-from gpuguard.history.schema import NOBODY_KNOWS
+from gpuguard.history.store_schema import NOBODY_KNOWS
 from gpuguard.jsonio import sound_fields
 from gpuguard.model import ClaimRecord
 

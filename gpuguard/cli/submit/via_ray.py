@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpuguard.cli.submit.words import WITHOUT_WORKING_DIRECTORY, inner_words, python_words, say_queued
+from gpuguard.cli.submit.engine_command import WITHOUT_WORKING_DIRECTORY, inner_words, python_words, say_queued
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
