@@ -13,9 +13,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -29,8 +28,7 @@ from gpuguard.policy_files.loader import load_policies
 
 DEBIAN = ROOT / "packaging" / "deb"
 CONTAINER = ROOT / "packaging" / "container"
-SOURCES = ["gpuguard", "packaging", "scripts", "pyproject.toml", "README.md", "LICENSE"]
-FOR_THE_DEMO = ["examples", "constraints.txt"]
+SOURCES = ["gpuguard", "packaging", "scripts", "pyproject.toml", "README.md", "LICENSE", "examples", "constraints.txt"]
 needs_hatchling = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("hatchling", "shtab"))),
     reason="building packages (no hatchling or shtab: pip install -e '.[dev]')",
@@ -40,20 +38,28 @@ needs_dpkg = pytest.mark.skipif(
 )
 
 
+class Build(NamedTuple):
+    """What is built of the sources."""
+
+    archive: Path
+    wheel: Path
+
+
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory):
-    """Two wheels of these sources: at another place, with other times, under another umask."""
-    wheels = []
-    for name, umask in (("one", 0o022), ("another", 0o077)):
-        place = tmp_path_factory.mktemp(name)
-        wheels.append(built(copied(place / name / "sources"), place, "wheel", umask))
-    return wheels
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copied(tmp_path_factory.mktemp("checkout") / "sources")
 
 
-def copied(sources: Path, more: Sequence[str] = ()) -> Path:
-    """What a wheel is made of, and *more*, but no cache that lies beside it."""
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Build:
+    place = tmp_path_factory.mktemp("build")
+    return Build(built(sources, place, "sdist"), built(sources, place, "wheel"))
+
+
+def copied(sources: Path) -> Path:
+    """What a wheel and the demo are made of, but no cache that lies beside it."""
     sources.mkdir(parents=True)
-    for part in (*SOURCES, *more):
+    for part in SOURCES:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
         caches = {"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
         copy(ROOT / part, sources / part, **caches)
@@ -72,8 +78,8 @@ def digest(path: Path) -> str:
 
 
 @needs_hatchling
-def test_the_wheel_has_what_the_commands_read_and_pages_and_completions_and_nothing_of_the_tests(builds):
-    names = set(zipfile.ZipFile(builds[0]).namelist())
+def test_the_wheel_has_what_the_commands_read_and_pages_and_completions_and_nothing_of_the_tests(build):
+    names = set(zipfile.ZipFile(build.wheel).namelist())
     wanted = {str(path.relative_to(ROOT)) for path in ROOT.glob("gpuguard/**/*.py")}
 
     assert wanted < names
@@ -86,17 +92,16 @@ def test_the_wheel_has_what_the_commands_read_and_pages_and_completions_and_noth
 
 
 @needs_hatchling
-def test_the_same_sources_and_their_archive_give_the_same_wheel(builds, tmp_path):
-    sources = builds[0].parent / "one" / "sources"
-    archive = built(sources, tmp_path, "sdist")
-    (tmp_path / "unpacked").mkdir()
-    subprocess.run(["tar", "--extract", "--file", str(archive), "--directory", str(tmp_path / "unpacked")], check=True)
-    (inside,) = (tmp_path / "unpacked").iterdir()
+def test_the_archive_of_the_sources_gives_the_same_wheel_at_another_place_and_time_and_under_another_umask(
+    build, tmp_path
+):
+    subprocess.run(["tar", "--touch", "--extract", "--file", str(build.archive)], cwd=tmp_path, check=True)
+    (unpacked,) = tmp_path.iterdir()
 
-    assert digest(built(inside, tmp_path, "wheel")) == digest(builds[0]) == digest(builds[1])
+    assert digest(built(unpacked, tmp_path, "wheel", umask=0o077)) == digest(build.wheel)
 
 
-PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
 
 
 class Stranger:
@@ -105,13 +110,13 @@ class Stranger:
     Nothing that it does is pinned, and what it has fetched for one build serves the next.
     """
 
-    def __init__(self, place: Path, sources: Path) -> None:
-        self.place, self.sources, self.python = place, sources, place / "venv" / "bin" / "python"
+    def __init__(self, place: Path) -> None:
+        self.place = place
         pinned = ("PIP_CONSTRAINT", "PIP_NO_CACHE_DIR", "PYTHONPATH")
         self.environment = {name: value for name, value in os.environ.items() if name not in pinned}
         self.environment |= {"PIP_CACHE_DIR": f"{place}/cache", "GPUGUARD_SIM_DIR": f"{place}/node"}
         self.environment["PIP_NO_COMPILE"] = "1"  # a third of the time, and nothing that is tested here
-        made = self.run(sys.executable, "-m", "venv", str(place / "venv"))
+        made = self.run(sys.executable, "-m", "venv", "--without-pip", str(place / "venv"))
         if made.returncode:
             pytest.skip("what pip installs (no virtual environment: apt-get install python3-venv)")
         reached = self.pip("download", "--no-deps", "--dest", str(place / "index"), "filelock")
@@ -123,11 +128,7 @@ class Stranger:
         return subprocess.run(words, cwd=self.place, env=own, capture_output=True, text=True, check=False)
 
     def pip(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.run(str(self.python), *PIP, *words)
-
-    def install(self, *words: str) -> None:
-        done = self.pip("install", "--force-reinstall", *words)
-        assert done.returncode == 0, done.stderr
+        return self.run(*PIP, "--python", str(self.place / "venv"), *words)
 
     def installed(self) -> dict[str, Any]:
         """What is there now: the version that the command says, and which of its other files."""
@@ -151,34 +152,25 @@ ALL_OF_IT = {
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory) -> Stranger:
-    place = tmp_path_factory.mktemp("stranger")
-    return Stranger(place, copied(place / "sources", FOR_THE_DEMO))
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    return Stranger(tmp_path_factory.mktemp("stranger"))
 
 
-def test_pip_installs_a_checkout_with_all_that_it_needs(stranger):
-    stranger.install(str(stranger.sources))
+@needs_hatchling
+def test_pip_installs_the_archive_of_the_sources_with_all_that_it_needs_as_pipx_and_uv_do(build, stranger):
+    done = stranger.pip("install", str(build.archive))
+    assert done.returncode == 0, done.stderr
 
     assert stranger.installed() == ALL_OF_IT
     assert stranger.pip("check").returncode == 0
     assert stranger.run(str(stranger.place / "venv/bin/gpuguard"), "select", "--backend", "simulated").stdout == "7\n"
 
 
-@needs_hatchling
-def test_pip_makes_a_wheel_of_the_archive_of_the_sources_as_pipx_and_uv_do(stranger):
-    archive, wheels = built(stranger.sources, stranger.place, "sdist"), stranger.place / "wheels"
-    done = stranger.pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(archive))
-    assert done.returncode == 0, done.stderr
-    stranger.install("--no-deps", "--no-index", *map(str, wheels.iterdir()))
-
-    assert stranger.installed() == ALL_OF_IT
-
-
-def test_the_demo_of_the_readme_runs_in_a_fresh_checkout_and_leaves_nothing_but_its_venv(stranger):
-    before, own = {*stranger.sources.iterdir()}, stranger.place / "tmp"
-    own.mkdir(exist_ok=True)
+def test_the_demo_of_the_readme_runs_in_a_fresh_checkout_and_leaves_nothing_but_its_venv(stranger, sources):
+    before, own = {*sources.iterdir()}, stranger.place / "tmp"
+    own.mkdir()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    demo = str(stranger.sources / "scripts" / "demo")
+    demo = str(sources / "scripts" / "demo")
     after_the_box = {"GPUGUARD_BACKEND": "simulated"}  # of the README
     # None of the GPUs of this machine: it would take them.
     done = stranger.run(demo, PATH=path, TMPDIR=str(own), CUDA_VISIBLE_DEVICES="", **after_the_box)
@@ -187,7 +179,7 @@ def test_the_demo_of_the_readme_runs_in_a_fresh_checkout_and_leaves_nothing_but_
     assert "the demo runs on a SIMULATED node" in done.stdout
     assert "$ gpuguard run -n 2 --wait 1m --note demo -- python examples/train.py" in done.stdout
     assert "checkpoint saved at step 10: done" in done.stdout and " · exit 0\n" in done.stdout
-    assert {*stranger.sources.iterdir()} - before <= {stranger.sources / ".venv"} and list(own.iterdir()) == []
+    assert {*sources.iterdir()} - before <= {sources / ".venv"} and list(own.iterdir()) == []
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])
