@@ -238,7 +238,8 @@ class Campaign:
                 source = jobs[user].stored[0].record.source
                 with acting_as(self.accounts[user]):
                     alone = not has_dispatcher(directory_of(source), self.store(user), source)
-                if alone and self.is_at_rest():
+                # What was read above may have come to its end since.
+                if alone and self.is_at_rest() and not all_over(self.read()[user]):
                     asked.add(user)
                     said = {command: self.gpuguard(user, command)[1] for command in SAID}
                     self.found += [
