@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from nodes import start
 
-import gpuguard
 from gpuguard import api
+from gpuguard.backends import simulated
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.model import MEMORY
@@ -44,7 +44,7 @@ def indices(claim) -> list[int]:
 
 def claimed() -> list[int]:
     """The indices of the devices that anybody holds."""
-    devices = gpuguard.snapshot({MEMORY}).devices
+    devices = simulated.open(os.environ["GPUGUARD_SIM_DIR"]).sample({MEMORY}).devices
     locked = locked_devices(lock_directory(backend="simulated"), [device.uuid for device in devices])
     return [device.index for device in devices if device.uuid in locked]
 
