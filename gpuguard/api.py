@@ -174,9 +174,7 @@ def grab_gpus(
             env_set_ok=env_set_ok,
             further=further,
         )
-        # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
-        with nullcontext() if further else _calls.setdefault(os.getpid(), threading.RLock()):
-            return _grabbed(call, on_wait)
+        return _grabbed(call, on_wait)
     except GpuguardError as error:
         is_for_now = isinstance(error, NotEnoughGpus) and not isinstance(error, ImpossibleRequest)
         if is_for_now and (own := _own_claims()):
@@ -210,26 +208,29 @@ class GrabCall:
 
 def _grabbed(call: GrabCall, on_wait: Callable[[NotEnoughGpus], object] | None) -> Claim:
     """Return the claim of an equal call before, or a new one, which os.environ names."""
-    environ = _outer_environment()
-    outer = tuple(environ.get(vendor.visible) for vendor in VENDORS.values())
-    asked = None if call.further else (call.ways, call.backend, call.directory, outer)
-    if call.ways and asked and (again := _claimed_before(asked, call.strict)):
-        return again
-    _refuse_late(environ, call.env_set_ok)
-    if not call.ways:
-        nothing = Claim("none", (), ())
-        _apply(OwnClaim(os.getpid(), nothing, ""))
-        return nothing
-    claim, job = None, call.job()
+    claim = None
     try:
-        with _worker(call.backend, call.directory) as driver:  # a process of its own: NVML must not hang in this one
-            locks = _lock_directory(call.directory, call.backend)
-            if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
-                return of_script
-            allocator = Allocator(driver, locks, call.ways, environ=environ, job=job, on_wait=on_wait)
-            claim = _acquired(allocator, call.wait, call.strict)
-        _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
-        warn_of_workers(vendor_of(claim.devices[0]).visible if claim else NVIDIA.visible)
+        # Two threads that make the same call at the same time get one claim.  A forked child has a lock of its own.
+        with nullcontext() if call.further else _calls.setdefault(os.getpid(), threading.RLock()):
+            environ = _outer_environment()
+            outer = tuple(environ.get(vendor.visible) for vendor in VENDORS.values())
+            asked = None if call.further else (call.ways, call.backend, call.directory, outer)
+            if call.ways and asked and (again := _claimed_before(asked, call.strict)):
+                return again
+            _refuse_late(environ, call.env_set_ok)
+            if not call.ways:
+                nothing = Claim("none", (), ())
+                _apply(OwnClaim(os.getpid(), nothing, ""))
+                return nothing
+            job = call.job()
+            with _worker(call.backend, call.directory) as driver:  # its own process: NVML must not hang in this one
+                locks = _lock_directory(call.directory, call.backend)
+                if (of_script := claim_of_the_script(driver, locks, environ)) is not None:
+                    return of_script
+                allocator = Allocator(driver, locks, call.ways, environ=environ, job=job, on_wait=on_wait)
+                claim = _acquired(allocator, call.wait, call.strict)
+            _apply(OwnClaim(os.getpid(), claim, _line_of_the_caller(), asked if claim else None))
+            warn_of_workers(vendor_of(claim.devices[0]).visible if claim else NVIDIA.visible)
     except BaseException:
         if claim is not None:  # it was interrupted, so the program would not know of the claim
             claim.release()

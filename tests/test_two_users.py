@@ -34,7 +34,8 @@ def test_a_refused_user_is_told_whose_the_devices_are_and_for_what(machine):
         claims = claims_of(machine(BOB, "who", "--json"))
 
     assert (refused.returncode, refused.stdout) == (75, "")
-    assert refused.stderr.count(f"claimed by {ALICE.pw_name}, ") == DEVICES and "night run" in refused.stderr
+    gpus = ", ".join(f"GPU {index}" for index in range(DEVICES))
+    assert f"  {gpus}: claimed by {ALICE.pw_name}, " in refused.stderr and "night run" in refused.stderr
     assert (explained.returncode, explained.stdout.count(f"claimed by {ALICE.pw_name}, ")) == (1, DEVICES)
     assert ALICE.pw_name in seen.stdout and "night run" in seen.stdout
     assert {(claim["user"], claim["uid"], claim["note"]) for claim in claims} == {
