@@ -19,7 +19,13 @@ from parallel import (  # noqa: F401
     pytest_xdist_auto_num_workers,
 )
 from sentences_said import sentences_are_heard  # noqa: F401
-from surroundings import clean_environment, pytest_runtest_setup, pytest_runtest_teardown, pytest_sessionfinish  # noqa: F401
+from surroundings import (  # noqa: F401
+    clean_environment,
+    keep_files_in_memory,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_sessionfinish,
+)
 
 if TYPE_CHECKING:
     from broker_machine import Brokered
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
     from users import Machine
 
     from gpuguard.claims.directory import LockDirectory
+
+keep_files_in_memory()
 
 # A shell starts what runs in the background with these ignored, and our children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,14 +1,17 @@
-"""scripts/test: what it tries again and what never, how many workers it starts, and what it says was not tested."""
+"""scripts/test: what it tries again and what never, its workers, where files lie, and what was not tested."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 from parallel import LONGEST, NEVER_AGAIN, pytest_xdist_auto_num_workers
 from sources import ROOT
+from surroundings import keep_files_in_memory
 
 # Stands for the one of .venv, which has nothing that tests may want besides; notes what would be installed.
 PYTHON = f"""#!/bin/sh
@@ -132,3 +135,26 @@ def test_there_are_two_workers_for_each_core_and_no_more_than_files(mocker, tmp_
 
 def test_the_tables_name_files_that_exist():
     assert [name for name in {*LONGEST, *NEVER_AGAIN} if not (ROOT / "tests" / f"{name}.py").exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "gibibytes", "place"),
+    [(0, 8, "/dev/shm"), (0, 7, None), (os.ST_NOEXEC, 16, None), (os.ST_NODEV, 16, None), (os.ST_NOSUID, 16, None)],
+)
+def test_files_of_tests_lie_in_memory_where_that_has_room_and_restricts_nothing(monkeypatch, flags, gibibytes, place):
+    monkeypatch.setenv("TMPDIR", "")  # so that it is put back after the test
+    monkeypatch.delenv("TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    memory = SimpleNamespace(f_flag=flags, f_bavail=gibibytes * 2**18, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: memory)
+    keep_files_in_memory()
+
+    assert os.environ.get("TMPDIR") == place
+
+
+def test_who_says_where_files_lie_is_obeyed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    keep_files_in_memory()
+
+    assert os.environ["TMPDIR"] == str(tmp_path)
