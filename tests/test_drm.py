@@ -391,7 +391,7 @@ def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a mount namespace of their own, where /tmp/x can be the node, and /dev/x a file of FUSE."""
-    for pid, namespace in ((1, 1), (100, 1), *((pid, 2) for pid in range(101, 106))):
+    for pid, namespace in ((1, 1), (100, 1), *((pid, 2) for pid in range(101, 107))):
         written(tmp_path / f"proc/{pid}/comm", "")
         (tmp_path / f"proc/{pid}/ns").mkdir()
         (tmp_path / f"proc/{pid}/ns/mnt").symlink_to(f"mnt:[{namespace}]")
@@ -400,7 +400,8 @@ def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
         opens(tmp_path, pid, fdinfo(client=pid), target=target)
     opens(tmp_path, 105, "pos:\t0", target="/dev/x")
     monkeypatch.setattr(drm, "_MOST_FILES", 1)
-    opens(tmp_path, 104, fdinfo(client=7), number=6, target="/tmp/x")  # the second of too many
+    for number in (5, 6):  # the second is too many
+        opens(tmp_path, 106, fdinfo(client=number), number=number, target="/tmp/x")
     asked, real = list[str](), os.stat
 
     def stat(path: str, **how: int | None) -> os.stat_result:
@@ -411,7 +412,7 @@ def test_no_mount_of_a_users_hides_a_node_or_is_asked_what_it_is(
         patch.setattr(drm.os, "stat", stat)
         found = ClientScanner(str(tmp_path)).read(everywhere=True)
 
-    assert ([client.pid for client in found.found], found.undescribed, asked) == ([101, 102], (), [])
+    assert ([client.pid for client in found.found], found.undescribed, asked) == ([101, 102, 106], (), [])
 
 
 def a_reading(**values: object) -> CardReading:

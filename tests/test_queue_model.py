@@ -164,9 +164,9 @@ class QueueMachine(RuleBasedStateMachine):
         try:
             remove_reservation(self.directory, self.reservations[key])
         except LockDirectoryError:
-            assert user not in (0, self.model.kept[key].maker)
+            assert user not in (0, self.model.kept[key].maker, self.model.kept[key].user)
         else:
-            assert user in (0, self.model.kept[key].maker)
+            assert user in (0, self.model.kept[key].maker, self.model.kept[key].user)
             del self.model.kept[key]
             self.serve()
 

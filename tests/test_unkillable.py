@@ -102,7 +102,7 @@ def an_unkillable_process(place: Path) -> Iterator[tuple[subprocess.Popen[bytes]
 
 
 # The memory of who does not end never comes back.
-SOON = "engine.EFFECT_SECONDS = limits.EFFECT_SECONDS = 2.0\n"
+SOON = "engine.EFFECT_SECONDS = guard_limits.EFFECT_SECONDS = 2.0\n"
 
 
 def test_who_outlives_sigkill_is_given_up_their_device_is_taken_out_of_service_and_people_are_told(tmp_path):
