@@ -115,7 +115,8 @@ class Reader:
             self.breaches = {at: done for at, done in self.breaches.items() if at[1] != pid}
         elif is_step:
             done = self.breaches.setdefault((policy, pid), set())
-            if kind not in COUNTED or outcome not in NOT_DONE:  # a step that takes nothing away holds up no other
+            # A step that takes nothing away holds up no other, and to a process that is gone there is nothing to do.
+            if kind not in COUNTED or outcome not in NOT_DONE - {"gone"}:
                 done.add(kind)
                 self.lately.add((policy, pid))
 
