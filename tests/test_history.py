@@ -122,7 +122,7 @@ def test_a_log_that_cannot_be_set_aside_says_so_once_and_goes_on_until_it_is_fou
 
     written = [audit_log.append(AN_EVENT) for _ in range(40)]
 
-    assert written == sorted(written, reverse=True) and 25 < sum(written) < 40
+    assert written == sorted(written, reverse=True) and 20 < sum(written) < 40  # one of the lines names the file
     assert 4000 <= log.stat().st_size < 4200
     assert [line["outcome"] for line in lines(log) if line["kind"] == "log"] == ["not set aside"]
     assert audit_log.complaint() == f"{log}: Is a directory"
