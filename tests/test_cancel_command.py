@@ -44,7 +44,7 @@ input()
 CLAIMING = "import gpuguard, time; claim = gpuguard.grab_gpus(1); print(claim.id, flush=True); time.sleep(600)"
 # A ticket of this user with the words of another one: id and pid; the lock is a child's, whose parent took it.
 PLANTING = """
-import json, os, signal, sys
+import json, os, sys
 from gpuguard.claims.directory import try_flock, lock_directory
 from gpuguard.queue.tickets import new_ticket, ticket_content, ticket_path
 from gpuguard.request import Request
@@ -56,7 +56,7 @@ os.write(descriptor, json.dumps(ticket_content(new_ticket([Request()])) | {"pid"
 if os.fork():
     os._exit(0)
 print(os.getpid(), flush=True)
-signal.pause()
+sys.stdin.read()  # until the test is over
 """
 
 
