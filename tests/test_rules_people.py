@@ -214,6 +214,15 @@ def test_who_may_be_at_work_there_is_innocent(processes, claims):
     assert idle_beside(*processes, claims=claims) == []
 
 
+def test_where_no_others_are_or_a_lock_has_no_record_no_claim_is_called_idle_beside_others():
+    own, carols = a_process(2, utilization=1.0, **ALICE), a_process(4, utilization=90.0, **CAROL)
+    rule, unknown = IdleRule(below=5.0), a_claim_record(id="?", uid=-1, user="?")
+
+    assert found(rule, used_by(own, utilization=90.0), claims=[CLAIM]) == []  # the two disagree
+    findings = found(rule, used_by(own, carols, utilization=90.0), claims=[CLAIM, CAROLS, unknown])
+    assert [finding.subject.pid for finding in findings] == [2]
+
+
 def test_a_copy_of_a_lock_makes_a_process_neither_the_claims_own_nor_a_stranger():
     lent = a_claim_record(id="a", holders=(2, 3), **ALICE)
 
