@@ -292,6 +292,7 @@ def test_a_command_says_on_a_node_of_amd_what_is_so(monkeypatch, tmp_path, node,
     monkeypatch.setenv("GPUGUARD_BACKEND", f"amd:{node.root}")
     monkeypatch.setenv("GPUGUARD_DIR", str(tmp_path / "claims"))
     monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # of no jobs
     policy = put(tmp_path / "policy.yaml", POLICY)
     _, output, complaint = command(*words.format(file=tmp_path / "recording", policy=policy).split())
 

@@ -70,7 +70,7 @@ class Room:
         return self.queue
 
     def held(self, directory: Any, uuids: Any) -> frozenset[str]:
-        assert (directory, uuids[0]) == (self.directory, UUID)
+        assert (directory, tuple(uuids)) == (self.directory, (UUID,))
         return self.locks
 
     def responds(self, directory: Any, ticket: Any) -> bool:
@@ -185,26 +185,18 @@ def test_who_may_start_is_woken_and_woken_again_if_it_does_not_start(room):
     room.clock += 0.2
     room.samples(*positions)
 
-    assert room.woken == [(["b", "n"], MAY_START)] * 3
+    woken, ready = ["b", "n"], ["w", "c", "d"]
+    assert room.woken == [(woken, MAY_START), (ready, GET_READY), (woken, MAY_START), (woken, MAY_START)]
     assert pauses[:3] == [0.5, 1.0, 2.0]
     assert room.leader.sample("a") and room.leader.sample("n") and not room.leader.sample("c")
     assert room.samples(*positions[:1]) == START_SECONDS, "others may start than before"
 
 
-def test_as_many_as_there_are_devices_are_told_once_that_they_come_next_and_the_leader_needs_no_word(room):
-    devices = tuple(a_device(index) for index in range(3))
-    room.samples(*(a_position(name) for name in "abcde"), own="b", devices=devices)
-    room.samples(*(a_position(name) for name in "cdefg"), own="b", devices=devices)
+def test_those_who_come_next_are_told_once_and_the_leader_needs_no_word(room):
+    room.samples(*(a_position(name) for name in "abcde"), own="b")
+    room.samples(*(a_position(name) for name in "cdefg"), own="b")
 
     assert room.woken == [(["a", "c"], GET_READY), (["d", "e"], GET_READY)]
-
-
-def test_no_request_gets_ready_while_another_one_starts(room):
-    room.samples(a_position("b", now=True), a_position("c"))
-    assert room.woken == [(["b"], MAY_START)]
-
-    room.samples(a_position("c"))
-    assert room.woken[1:] == [(["c"], GET_READY)]
 
 
 def test_the_health_of_devices_is_read_now_and_then_and_where_who_was_woken_does_not_start(room):
