@@ -15,7 +15,6 @@ from gpuguard.queue import leader as leading
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
-    GET_READY,
     HEALTH_SECONDS,
     MAY_START,
     MOST_WATCHED,
@@ -185,18 +184,10 @@ def test_who_may_start_is_woken_and_woken_again_if_it_does_not_start(room):
     room.clock += 0.2
     room.samples(*positions)
 
-    woken, ready = ["b", "n"], ["w", "c", "d"]
-    assert room.woken == [(woken, MAY_START), (ready, GET_READY), (woken, MAY_START), (woken, MAY_START)]
+    assert room.woken == [(["b", "n"], MAY_START)] * 3
     assert pauses[:3] == [0.5, 1.0, 2.0]
     assert room.leader.sample("a") and room.leader.sample("n") and not room.leader.sample("c")
     assert room.samples(*positions[:1]) == START_SECONDS, "others may start than before"
-
-
-def test_those_who_come_next_are_told_once_and_the_leader_needs_no_word(room):
-    room.samples(*(a_position(name) for name in "abcde"), own="b")
-    room.samples(*(a_position(name) for name in "cdefg"), own="b")
-
-    assert room.woken == [(["a", "c"], GET_READY), (["d", "e"], GET_READY)]
 
 
 def test_the_health_of_devices_is_read_now_and_then_and_where_who_was_woken_does_not_start(room):

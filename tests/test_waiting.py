@@ -20,7 +20,7 @@ from gpuguard.model import HEALTH, MEMORY, PROCESSES, THERMAL, VERIFY_FIELDS, Sn
 from gpuguard.queue import leader as leading
 from gpuguard.queue import waiter as waiting
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.leader import CHECK_SECONDS, GET_READY, MAY_START, POLL_SECONDS
+from gpuguard.queue.leader import CHECK_SECONDS, MAY_START, POLL_SECONDS
 from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.queue.tickets import new_ticket, read_tickets, wake
@@ -433,17 +433,6 @@ def test_one_that_is_told_of_a_new_leader_watches_that(room):
     room.events = [room.tells(NEW_LEADER)]
     room.waits(0.5)
 
-    assert room.watches[0].watched == [[LEADER], [LEADER]]
-
-
-def test_one_that_comes_next_starts_its_worker_once_and_keeps_it(room):
-    room.led()
-    room.fails = True  # which changes nothing
-    room.events = [room.tells(GET_READY), room.tells(GET_READY)]
-    room.waits(5.0)
-
-    assert room.samples == [frozenset()]
-    assert room.workers_ended == 0
     assert room.watches[0].watched == [[LEADER], [LEADER]]
 
 

@@ -1,6 +1,7 @@
 """The worker that reads the devices: a driver that hangs or crashes costs one device, never the client."""
 
 import errno
+import json
 import marshal
 import os
 import select
@@ -26,6 +27,8 @@ from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS, Device, Gap, Snapshot
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
+# Before the code of a program: it is one of gpuguard's own commands, whose workers are forks of it.
+OWN = "import sys; from gpuguard.backends import spawn; spawn.start_early(sys.argv[1])\n"
 
 
 @pytest.fixture
@@ -226,10 +229,13 @@ def test_an_answer_that_comes_at_the_last_moment_counts(silent: spawn.Channel, m
 
 
 @pytest.mark.parametrize("hang", [False, True])
-def test_the_worker_ends_with_its_reader_however_that_ends_even_while_a_call_hangs(node: str, hang: bool) -> None:
+@pytest.mark.parametrize("program_is", ["", OWN])
+def test_the_worker_ends_with_its_reader_however_that_ends_even_while_a_call_hangs(
+    node: str, hang: bool, program_is: str
+) -> None:
     if hang:
         sim("fault", "--device", "0", "hang")
-    code = (
+    code = program_is + (
         "import sys; from gpuguard.backends.client import open_worker\n"
         "source = open_worker(sys.argv[1])\n"
         "print(source._channel.process.pid, flush=True)\n"
@@ -264,6 +270,62 @@ def test_the_worker_holds_nothing_of_its_parent(node: str) -> None:
 
     assert pipe not in targets
     assert group == pid
+
+
+# What `gpuguard run` may hold when it starts a worker again, and what it then sees of it.
+HOLDS = """
+import fcntl, json, os, re, signal, sys, threading
+from pathlib import Path
+from gpuguard.backends import spawn
+from gpuguard.backends.client import open_worker
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+locked = os.memfd_create("locked", 0)
+{before}
+with open_worker(sys.argv[1]) as source:
+    devices = source.sample(("memory",)).devices
+    pid = source._channel.process.pid
+    process = Path("/proc", str(pid))
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    told = {{
+        "is a fork": (process / "comm").read_text() == "gpuguard-worker\\n",
+        "devices": len(devices),
+        "leads its session": os.getsid(pid) == pid,
+        "catches SIGTERM": bool(int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1),
+        "blocks": status["SigBlk"],
+        "descriptors": sorted(re.sub(r"\\d+", "", os.readlink(one)) for one in (process / "fd").iterdir()),
+    }}
+print(json.dumps(told | {{"is gone": not process.exists()}}))
+"""
+
+
+def told_of_its_worker(node: str, before: str) -> dict[str, object]:
+    """What a program sees of the worker that it starts after *before*."""
+    words = [sys.executable, "-W", "error", "-c", HOLDS.format(before=before), node]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    told: dict[str, object] = json.loads(done.stdout)
+    return told
+
+
+def test_a_fork_keeps_no_more_of_its_client_than_a_fresh_interpreter(node: str) -> None:
+    fork = told_of_its_worker(node, "spawn.start_early(sys.argv[1])")
+    fresh = told_of_its_worker(node, "")
+
+    assert (fork.pop("is a fork"), fresh.pop("is a fork")) == (True, False)
+    assert fork == fresh
+    assert (fork["devices"], fork["catches SIGTERM"], fork["is gone"]) == (4, False, True)
+
+
+@pytest.mark.parametrize(
+    "since",
+    ["threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start()", "spawn.__file__ = os.__file__"],
+    ids=["a thread", "an upgrade"],
+)
+def test_no_worker_is_a_fork_beside_a_thread_or_once_another_gpuguard_is_installed(node: str, since: str) -> None:
+    before = f"spawn.start_early(sys.argv[1]); spawn._early.clear(); {since}"
+
+    assert told_of_its_worker(node, before)["is a fork"] is False
 
 
 def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:

@@ -1,8 +1,10 @@
-"""How a worker is started, asked and ended: a fresh interpreter, safe beside threads, CUDA and all that is loaded here.
+"""How a worker is started, asked and ended: a fork of gpuguard's own commands, a fresh interpreter in other programs.
 
-The worker inherits nothing but its pipes and does not join the client's process group.  `gpuguard run` starts it before
-most of its own modules are loaded, so this module imports little.  worker says what the worker does; client says what
-is asked of it, and what follows when it is stuck.
+A fork has loaded already what its client has, so it starts in a fraction of the time; but beside threads, CUDA and all
+that another program may have loaded, only a fresh interpreter is safe.  Either keeps nothing but its pipes and does not
+join the client's process group.  `gpuguard run` starts its worker before most of its own modules are loaded, so this
+module imports little.  worker says what the worker does; client says what is asked of it, and what follows when it is
+stuck.
 
 Messages travel in frames: a 4-byte length and a marshal of a tuple.  The device that is being read is not sent in a
 frame, because each frame would wake the client.  It is written into a file in memory instead, which the client reads
@@ -12,11 +14,14 @@ when it has waited too long.
 from __future__ import annotations
 
 import atexit
+import gc
 import marshal
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -43,8 +48,9 @@ Mark = tuple["int | None", float]  # the index of the device that is read, or No
 _early: dict[str, Channel] = {}  # by backend: workers that were started before they were needed
 # Worker that is not reaped yet -> its channel's descriptors, and the pid that started it: a forked process leaves the
 # workers of its parent alone.
-_workers: dict[subprocess.Popen[bytes], tuple[Descriptors, int]] = {}
+_workers: dict[subprocess.Popen[bytes] | Fork, tuple[Descriptors, int]] = {}
 _tells_children = False  # whether forked children run _begin_child()
+_forks_of: tuple[int, int] | None = None  # the code that this program began with, if its workers may be forks of it
 
 
 class Channel:
@@ -58,7 +64,9 @@ class Channel:
         life: a pipe that is never written to: the worker ends when it is closed.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], requests: int, replies: int, mark: int, life: int) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes] | Fork, requests: int, replies: int, mark: int, life: int
+    ) -> None:
         self.process, self.requests, self.replies, self.mark = process, requests, replies, mark
         self._end = finalize(self, os.close, life)
         self._close = finalize(self, close_all, (requests, replies, mark))
@@ -120,6 +128,31 @@ class Channel:
         self._end()
 
 
+class Fork:
+    """A worker that is a fork of this process; what is used of subprocess.Popen for one that is not."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Reap it if it has ended; return its exit status, or None as long as it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # it was reaped elsewhere, so nothing is known of its end
+                pid, status = self.pid, 0
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Return once it has ended, or after *timeout* seconds."""
+        until = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(0.001)
+
+
 class Stuck(Exception):
     """The worker fell silent or died while it read device *index*, or the driver itself if that is None."""
 
@@ -179,7 +212,12 @@ def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where n
 
 
 def start_early(name: str) -> None:
-    """Start a worker for the next start_worker() of this backend to return; what fails here fails there again."""
+    """Start a worker for the next start_worker() of this backend to return; what fails here fails there again.
+
+    Only gpuguard's own commands call this, as soon as they begin: from now on their workers may be forks of them.
+    """
+    global _forks_of
+    _forks_of = _code()
     with suppress(OSError, BackendError):
         _early[name] = start_worker(name)
 
@@ -193,7 +231,8 @@ def start_worker(name: str) -> Channel:
     """
     if early := _early.pop(name, None):
         return early
-    if getattr(sys, "frozen", False):
+    forks = _may_fork()
+    if getattr(sys, "frozen", False) and not forks:
         # A program made by PyInstaller is its own sys.executable: it would start itself again and again.
         raise BackendError(
             _(
@@ -205,14 +244,70 @@ def start_worker(name: str) -> Channel:
     try:
         mark = os.memfd_create("gpuguard-mark")
         opened.append(mark)
-        code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
-        process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
+        if forks:
+            process: subprocess.Popen[bytes] | Fork = _forked(name, (request_read, reply_write), mark, life_read)
+        else:
+            code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
+            process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
     except BaseException:  # whatever interrupts this: a worker without its pipes ends
         close_all(opened)
         raise
     channel = Channel(process, request_write, reply_read, mark, life_write)
     close_all((request_read, reply_write, life_read))
     return channel
+
+
+def _may_fork() -> bool:
+    """Return whether a worker may be a fork: of one of our own commands, without threads, and of what is installed.
+
+    A request may wait while another gpuguard is installed.  A fork would import the modules of that one beside its own.
+    """
+    return _forks_of is not None and threading.active_count() == 1 and _forks_of == _code()
+
+
+def _code() -> tuple[int, int]:
+    status = os.stat(__file__)
+    return status.st_ino, status.st_mtime_ns
+
+
+def _forked(name: str, standard: Sequence[int], mark: int, life: int) -> Fork:
+    """Start a worker as a fork of this process; see start_interpreter for *standard*.
+
+    Raises:
+        OSError: no further process can be started.
+    """
+    from gpuguard.backends import worker  # not above, because it imports this module
+
+    # A handler of this process must not run in the fork, where it would do to the job what was meant for the worker.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        if not (pid := os.fork()):  # pragma: no cover: runs in the fork, where nothing is counted
+            try:
+                _leave_the_parent(standard, (mark, life))
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                worker.serve(name, 0, 1, mark, life)
+            finally:
+                os._exit(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Fork(pid)
+
+
+def _leave_the_parent(standard: Sequence[int], kept: Sequence[int]) -> None:  # pragma: no cover: runs in the fork
+    """Make the fork what a fresh interpreter would be: in its own session, without handlers, with these descriptors."""
+    gc.freeze()  # or a file that the parent has forgotten would close a descriptor that is by then another one's
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    with suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as name:
+        name.write("gpuguard-worker")  # or `ps` and `top` would show the command twice
+    for place, descriptor in enumerate((*standard, os.open(os.devnull, os.O_RDWR))):
+        os.dup2(descriptor, place)
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+        with suppress(OSError):  # that of the list itself is closed already
+            os.close(descriptor)
 
 
 def start_interpreter(

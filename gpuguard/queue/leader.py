@@ -27,8 +27,6 @@ from gpuguard.queue.state import QueueState, is_responsive
 from gpuguard.queue.tickets import wake
 
 MAY_START = b"."  # the byte that wakes a process that may start
-GET_READY = b"r"  # the byte that tells a process that its request comes soon: a worker takes a while to start
-READY = 3  # so many requests are told that they come next
 HEALTH_SECONDS = 300.0  # between two checks for devices that were lost or came back
 SAMPLE_SECONDS = 10.0  # between two samples while a request waits for something that the kernel does not report
 SETTLE_SECONDS = 0.25  # the first pause while an unclaimed device is not empty yet; each further one is twice as long
@@ -155,7 +153,6 @@ class Leader:
         self._locked: frozenset[str] = frozenset()  # names of the locks that were held before the last sample
         self._startable: list[Ticket] = []  # the tickets that could start at the last sample
         self._woken_at: dict[str, float] = {}  # id of a ticket -> when it was woken, monotonic
-        self._ready: set[str] = set()  # ids of the tickets that were told to get ready
         self._unresponsive: list[Ticket] = []
         self._checks: list[float] = []  # monotonic times at which the locks are checked
         self._sample_at = 0.0  # monotonic time at which the driver is read even if nothing is known to have ended
@@ -221,10 +218,6 @@ class Leader:
         self._woken_at = {
             ticket.id: now if ticket in woken else before.get(ticket.id, now) for ticket in self._startable
         }
-        waiting = [position.ticket for position in queue.positions if position.ticket not in self._startable]
-        following = [ticket for ticket in waiting[:READY] if ticket.id not in {own, *self._ready}]
-        wake(self._directory, following, GET_READY)
-        self._ready.update(ticket.id for ticket in following)
         is_same = before.keys() == self._woken_at.keys()
         self._start_pause = min(SAMPLE_SECONDS, self._start_pause * 2) if is_same else START_SECONDS
         self._unresponsive = [

@@ -40,7 +40,6 @@ from gpuguard.queue.backfill import QueuePosition, promise
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.leader import (
     CHECK_SECONDS,
-    GET_READY,
     MAY_START,
     POLL_SECONDS,
     DirectoryWatch,
@@ -265,7 +264,7 @@ class QueueAnswer:
 class Waiter:
     """A process that waits in the queue with *ticket*, until withdraw(); see Leader for *uuids* and *read*.
 
-    The worker of *backend* ends before this process sleeps, unless the process leads or its request comes next.
+    The worker of *backend* ends before this process sleeps, unless the process leads.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -289,7 +288,6 @@ class Waiter:
         self._wakes, self._woken_at = WAKES, time.monotonic()
         self._own_check = ALONE_SECONDS  # seconds between two checks of whether any process leads
         self._may_be_alone = True  # until such a check has found a process that leads
-        self._comes_next = False  # whether its request comes next, or did once, which is rare enough
         with ExitStack() as stack:
             self._queue = open_lock(directory, "queue")
             stack.callback(os.close, self._queue)
@@ -316,17 +314,13 @@ class Waiter:
                     self._slow_down(until)
                     return
             report()
-            if not (self._leads or self._may_be_alone or self._comes_next):  # these sample again in a moment
+            if not (self._leads or self._may_be_alone):  # these sample again in a moment
                 self._backend.close()
             ready = self._nap(until, every)
             messages = b""
             if self._held.waker in ready:
                 self._slow_down(until)
                 messages = self._held.drain()
-            if GET_READY in messages and not self._comes_next:
-                self._comes_next = True
-                with suppress(BackendError):
-                    self._backend.sample(frozenset())  # starts its worker
             # The daemon wakes even a leader: for a decision of its own, which nothing else reports.
             must_sample = not self._leads or self._leads.must_sample(ready) or MAY_START in messages
             # Where the daemon decides which request is next, its word counts even for a leader.
