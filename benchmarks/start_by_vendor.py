@@ -3,8 +3,8 @@
     python benchmarks/start_by_vendor.py --pairs 20
 
 `gpuguard run --no-wait -- true`, medians of runs in turns: on a tree of AMD's files, and on the fake driver library
-with the times that single calls of real drivers take (`REALISTIC` in measuring.py).  A real library also takes time to be
-initialised.  12 ms is what nvmlInit took on one H200 (README.md, "On a real GPU").  165 ms is half of what Init and
+with the times that single calls of real drivers take (`REALISTIC` in measuring.py).  A real library also takes time to
+be initialised.  12 ms is what nvmlInit took on one H200 (README.md, "On a real GPU").  165 ms is half of what Init and
 Shutdown took together on 8 B200: about 100 of both cost 33 s of CPU (NVIDIA/mig-parted#332).
 """
 
