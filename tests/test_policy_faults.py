@@ -12,7 +12,7 @@ WHOLE = [  # texts of whole files
     ("«- version: 1\n", "must have keys"),
     ("«{}", "lacks the key"),
     ("«version: 1\n", "lacks the key 'policies'"),
-    ("«policies: [{name: a, when: {unclaimed: {}}, steps: [log]}]\n", "lacks the key 'version'"),
+    ("«policies: [{name: a, when: {unclaimed: {}}, steps: [log]}]\n", "Add version: 1"),
     ("version: 1\npolicies: «[]\n", "the list is empty"),
     ("version: 1\npolicies:« \n", "the value is missing"),
     ("version: 1\npolicies: «{name: a}\n", "must be a list"),

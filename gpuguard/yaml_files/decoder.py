@@ -185,10 +185,11 @@ class Decoder:
             self.source.fault(self._key(path, key), *unknown(key, hints, _("key of {title}").format(title=title)))
         missing = hints.keys() - pairs.keys() - optional
         for key in sorted(missing):
+            values_of = typing.get_args(hints[key]) if typing.get_origin(hints[key]) is typing.Literal else ()
             self.source.fault(
                 node,
                 _("{title} lacks the key {key!r}.").format(title=title, key=key),
-                _("Add {key}: ...").format(key=key),
+                _("Add {key}: {meant}").format(key=key, meant=values_of[0] if len(values_of) == 1 else "..."),
             )
         values = self._all({key: (value, hints[key]) for key, value in pairs.items() if key in hints}, path)
         if missing or strange:
