@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -328,6 +330,53 @@ def test_a_new_file_of_a_known_client_shows_with_the_next_full_scan(tmp_path: Pa
     (tmp_path / "proc/100/fd/5").unlink()
     (tmp_path / "proc/100/fdinfo/5").unlink()
     assert numbers(everywhere=False) == [8]
+
+
+def test_no_user_delays_a_look_by_many_files_and_what_these_hide_shows_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bob opens hundreds of files, and forks; Alice has a process of a higher number."""
+    real, owners = os.stat, {"100": 1001, "101": 1001, "102": 1002}
+
+    def stat(path: str, **how: int | None) -> os.stat_result:
+        status = real(path, **how)
+        owner = owners.get(str(path).rpartition("/")[2])
+        return os.stat_result((*status[:4], owner, *status[5:10])) if owner else status
+
+    def looks(times: int) -> list[list[int]]:
+        return [[client.number for client in scanner.read(everywhere=True).found] for _ in range(times)]
+
+    monkeypatch.setattr(drm.os, "stat", stat)
+    monkeypatch.setattr(drm, "monotonic", partial(next, count(0.0, drm.MOST_SECONDS / 10)))  # at each glance
+    monkeypatch.setattr(drm, "_PAUSE", 1)
+    opens(tmp_path, 100, fdinfo(client=1))
+    opens(tmp_path, 102, fdinfo(client=2))
+    scanner = ClientScanner(str(tmp_path))
+    assert looks(2) == [[1, 2]] * 2
+
+    for number in range(200, 240):
+        opens(tmp_path, 100, "pos: 0", number=number, target="/dev/null")
+    opens(tmp_path, 101, fdinfo(client=3))
+    found = looks(8)
+    assert all({1, 2} <= set(numbers) for numbers in found)
+    assert (3 in found[0], 3 in found[-1]) == (False, True)
+
+    for number in range(200, 240):
+        (tmp_path / f"proc/100/fd/{number}").unlink()
+    assert looks(6)[-1] == [1, 3, 2]
+
+
+def test_copies_of_a_file_are_looked_at_once_in_a_while(tmp_path: Path) -> None:
+    for number in range(40):
+        opens(tmp_path, 100, fdinfo(client=7), number=number)
+    scanner, read = ClientScanner(str(tmp_path)), list[str]()
+    scanner.read(everywhere=True)
+    with pytest.MonkeyPatch.context() as patch:
+        real = drm.read_or
+        patch.setattr(drm, "read_or", lambda path: read.append(path) or real(path))
+        found = scanner.read(everywhere=False).found
+
+    assert ([client.number for client in found], len(read)) == ([7], 8)
 
 
 def test_a_process_that_hides_its_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

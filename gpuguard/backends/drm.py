@@ -11,15 +11,21 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import combinations
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility
+from gpuguard.files import closed_after
+from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, Device, Gap, GpuProcess, Snapshot
+from gpuguard.users import accountable_uids
 from gpuguard.vendors import DRM_MAJOR, DRM_NODES
 
 if TYPE_CHECKING:
@@ -31,6 +37,11 @@ if TYPE_CHECKING:
 _NODES = DRM_NODES.rstrip("*")
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not keep its reader waiting
 _MOST_FILES = 1024  # of a process, the first ones, that are looked into where no name says whether they are nodes
+# A user may have millions of files open.  Of a look into all processes so many seconds go to those of all slow users,
+# and so many to those of each further one.  Where a look stops, the next one into all processes goes on.
+MOST_SECONDS, SECONDS_AGAIN = 0.3, 0.05
+_PAUSE = 256  # files between two moments at which a look may stop
+_MOST_COPIES = 8  # of one file in one process that are looked at between two looks into all processes
 _LONGEST = 2**16  # bytes: a file of sysfs has at most a page, and fdinfo of a client with all its engines two
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII).fullmatch
 _CARD = re.compile(r"card\d+")  # and not card0-DP-1, which is a connector
@@ -416,6 +427,9 @@ class DrmClient(NamedTuple):
     values: Mapping[str, int]  # the other lines: bytes, nanoseconds, cycles, by key
 
 
+_Opened = tuple[int, str, "DrmClient | str"]  # pid, descriptor, what fdinfo says of it or else the address of the GPU
+
+
 class Clients(NamedTuple):
     """All files of DRM drivers that are open."""
 
@@ -436,6 +450,7 @@ class ClientScanner:
         self._roots_own = {procfs.read_link(f"{self._proc}/{pid}/ns/mnt") for pid in ("1", "self")}
         # The pids that had such files open when they were last looked at, and the descriptors of these.
         self._known: dict[int, list[str]] = {}
+        self._unfinished: dict[int, Iterator[_Opened | None]] = {}  # by accountable uid: looks that have to go on
         self._gpus: dict[str, tuple[str, bool]] = {}  # of the nodes seen in this look: see _gpu_of
         self._hidden = False
 
@@ -452,15 +467,17 @@ class ClientScanner:
         clients: dict[tuple[str, int], DrmClient] = {}
         undescribed: dict[tuple[int, str], None] = {}
         known: dict[int, list[str]] = {}
-        for pid in pids:
-            before = None if everywhere or pid in also else self._known[pid]
-            for descriptor, client in self._open_in(pid, before, everywhere=everywhere):
+        copies: Counter[tuple[object, ...]] = Counter()
+        for pid, descriptor, client in self._open_in_all(pids) if everywhere else self._open_again(pids, also):
+            if isinstance(client, DrmClient):
+                # A child that was forked shows the client of its parent, which has the lower pid nearly always.
+                clients.setdefault((client.address, client.number), client)
+            else:
+                undescribed[pid, client] = None
+            file = client[:4] if isinstance(client, DrmClient) else (pid, client)
+            copies[file] += 1
+            if copies[file] <= _MOST_COPIES:
                 known.setdefault(pid, []).append(descriptor)
-                if isinstance(client, DrmClient):
-                    # A child that was forked shows the client of its parent, which has the lower pid nearly always.
-                    clients.setdefault((client.address, client.number), client)
-                else:
-                    undescribed[pid, client] = None
         self._known = known
         return Clients(tuple(clients.values()), self._hidden, tuple(undescribed))
 
@@ -469,30 +486,70 @@ class ClientScanner:
         for pid in pids:
             self._known.pop(pid, None)
 
-    def _open_in(
-        self, pid: int, descriptors: Sequence[str] | None, *, everywhere: bool
-    ) -> Iterator[tuple[str, DrmClient | str]]:
-        """Yield the clients of a process, and the addresses of further GPUs that it has open, by their descriptors.
+    def _open_again(self, pids: Iterable[int], also: Collection[int]) -> Iterator[_Opened]:
+        """Yield what the processes still have open of what they had the last time, and all that *also* have open."""
+        for pid in pids:
+            yield from filter(None, self._open_in(pid, None if pid in also else self._known[pid], everywhere=False))
+
+    def _open_in_all(self, pids: Iterable[int]) -> Iterator[_Opened]:
+        """Yield what the processes have open.  Of a slow user that is a part, and what is known from before."""
+        uids = {pid: _owner(f"{self._proc}/{pid}") for pid in pids}
+        users = accountable_uids(set(uids.values()))
+        slow = 0.0
+        for user, own in grouped((users[uid], pid) for pid, uid in uids.items()).items():
+            begun, left = monotonic(), max(SECONDS_AGAIN, MOST_SECONDS - slow)
+            started_before = user in self._unfinished
+            look = self._unfinished.pop(user, None) or self._look_into(own)
+            seen = set()
+            for opened in look:
+                if opened:
+                    seen.add(opened[0])
+                    yield opened
+                elif monotonic() - begun > left:
+                    self._unfinished[user] = look
+                    break
+            if user in self._unfinished:
+                slow += monotonic() - begun
+            if started_before or user in self._unfinished:
+                yield from self._open_again([pid for pid in own if pid in self._known and pid not in seen], ())
+
+    def _look_into(self, pids: Iterable[int]) -> Iterator[_Opened | None]:
+        for pid in pids:
+            yield from self._open_in(pid, None, everywhere=True)
+
+    def _open_in(self, pid: int, descriptors: Sequence[str] | None, *, everywhere: bool) -> Iterator[_Opened | None]:
+        """Yield the pid, a descriptor, and its client or the address of its GPU; and None where the look may stop.
 
         With *descriptors* only these are looked at.
         """
         folder = f"{self._proc}/{pid}"
+        nodes: Iterable[tuple[str, str] | None]
         try:
-            named_by_root = procfs.read_link(f"{folder}/ns/mnt") in self._roots_own
-            nodes = _drm_nodes(f"{folder}/fd", descriptors, named_by_root=named_by_root)
+            opened = os.open(f"{folder}/fd", _READING | os.O_DIRECTORY)
         except FileNotFoundError:
-            nodes = dict.fromkeys(listed(f"{folder}/fdinfo"), "")  # it has ended, or a copied tree has nothing else
+            nodes = [(name, "") for name in listed(f"{folder}/fdinfo")]  # it has ended, or a copied tree has no more
         except OSError:
             self._hidden = self._hidden or everywhere
             return
-        for name, node in nodes.items():
-            fdinfo = f"{folder}/fdinfo/{name}"
-            address, spared = self._gpu_of(node)
-            client = None if spared else parse_client(pid, read_or(fdinfo))
-            if client:
-                yield name, client
-            elif address and os.path.exists(fdinfo):  # otherwise the file was closed meanwhile
-                yield name, address
+        else:
+            named_by_root = procfs.read_link(f"{folder}/ns/mnt") in self._roots_own
+            nodes = _drm_nodes(opened, descriptors, named_by_root=named_by_root)
+        yield None
+        try:
+            for found in nodes:
+                if found is None:
+                    yield None
+                    continue
+                name, node = found
+                fdinfo = f"{folder}/fdinfo/{name}"
+                address, spared = self._gpu_of(node)
+                client = None if spared else parse_client(pid, read_or(fdinfo))
+                if client:
+                    yield pid, name, client
+                elif address and os.path.exists(fdinfo):  # otherwise the file was closed meanwhile
+                    yield pid, name, address
+        except PermissionError:
+            self._hidden = self._hidden or everywhere
 
     def _gpu_of(self, node: str) -> tuple[str, bool]:
         """Return the address of the GPU of a DRM device, or "", and whether it sleeps and fdinfo would wake it."""
@@ -503,38 +560,46 @@ class ClientScanner:
         return self._gpus[node]
 
 
-def _drm_nodes(folder: str, descriptors: Iterable[str] | None, *, named_by_root: bool) -> dict[str, str]:
-    """Return the DRM devices that a process has open, by descriptor: their names, or "" if fdinfo has to tell it.
+def _owner(process: str) -> int:
+    """Return the uid of a process by its folder in /proc; root's if it has ended."""
+    try:
+        return os.stat(process).st_uid
+    except OSError:
+        return 0
+
+
+def _drm_nodes(
+    opened: int, descriptors: Iterable[str] | None, *, named_by_root: bool
+) -> Iterator[tuple[str, str] | None]:
+    """Yield the DRM devices that a process has open: a descriptor, and the device's name, or "" if fdinfo must tell it.
 
     In a mount namespace of their own, users can give a node any name, and any name to a file of a file system of their
     own (FUSE), which answers stat() when they like.  So there only fdinfo tells, which comes from the kernel, but for
     the names that users give to a dma-buf.  Elsewhere the name follows from the device's number, as root may have
     renamed nodes.
 
-    *folder* is the /proc/PID/fd of the process; with *descriptors* only these are looked at.  Raises OSError if this
-    user may not see them, or the process has ended.
+    *opened* is the /proc/PID/fd of the process, and is closed; with *descriptors* only these are looked at.  Yields
+    None where the caller may stop.  Raises PermissionError if this user may not see what the files are.
     """
-    found: dict[str, str] = {}
-    opened = os.open(folder, _READING | os.O_DIRECTORY)  # so that this path is walked once, and not for each file
-    try:
-        for place, name in enumerate(os.listdir(opened) if descriptors is None else descriptors):
+    listed_files = nullcontext(descriptors) if descriptors is not None else os.scandir(opened)
+    with closed_after(opened), listed_files as names:  # of each file the path of the folder need not be walked
+        for place, name in enumerate(map(os.fspath, names)):
+            if place % _PAUSE == _PAUSE - 1:
+                yield None
             try:
                 target = os.readlink(name, dir_fd=opened)
             except PermissionError:  # root may list the files of all, but without CAP_SYS_PTRACE not see what they are
                 raise
             except OSError:
-                found[name] = ""
+                yield name, ""
                 continue
             if target.startswith(_NODES):
-                found[name] = os.path.basename(target)
+                yield name, os.path.basename(target)
             elif not named_by_root:
                 if place < _MOST_FILES and target.startswith("/") and not target.startswith("/dmabuf:"):
-                    found[name] = ""
+                    yield name, ""
             elif target.startswith("/dev/") and not target.startswith("/dev/shm/") and (node := _node(name, opened)):
-                found[name] = node
-    finally:
-        os.close(opened)
-    return found
+                yield name, node
 
 
 def _node(descriptor: str, folder: int) -> str | None:
