@@ -29,12 +29,13 @@ def main() -> NoReturn:
             default_backend,
             parts_of,
             spawn,
+            worker,
         )
 
         named = _option(options, "--backend")  # it may belong to the job, as in `--backend nccl`
         name = named if named.partition(":")[0].partition(",")[0] in BACKENDS else default_backend()
         for part in parts_of(auto.resolved(name, _option(options, "--vendor") or None)):
-            spawn.start_early(part)
+            spawn.start_early(part, worker.serve)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 
     if raises_at_interrupt:

@@ -28,7 +28,7 @@ from gpuguard.model import ALL_FIELDS, MEMORY, POWER, SELECT_FIELDS, WHO_FIELDS,
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
 # Before the code of a program: it is one of gpuguard's own commands, whose workers are forks of it.
-OWN = "import sys; from gpuguard.backends import spawn; spawn.start_early(sys.argv[1])\n"
+OWN = "import sys; from gpuguard.backends import spawn, worker; spawn.start_early(sys.argv[1], worker.serve)\n"
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_the_worker_holds_nothing_of_its_parent(node: str) -> None:
 HOLDS = """
 import fcntl, json, os, re, signal, sys, threading
 from pathlib import Path
-from gpuguard.backends import spawn
+from gpuguard.backends import spawn, worker
 from gpuguard.backends.client import open_worker
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -309,7 +309,7 @@ def told_of_its_worker(node: str, before: str) -> dict[str, object]:
 
 
 def test_a_fork_keeps_no_more_of_its_client_than_a_fresh_interpreter(node: str) -> None:
-    fork = told_of_its_worker(node, "spawn.start_early(sys.argv[1])")
+    fork = told_of_its_worker(node, "spawn.start_early(sys.argv[1], worker.serve)")
     fresh = told_of_its_worker(node, "")
 
     assert (fork.pop("is a fork"), fresh.pop("is a fork")) == (True, False)
@@ -323,7 +323,7 @@ def test_a_fork_keeps_no_more_of_its_client_than_a_fresh_interpreter(node: str) 
     ids=["a thread", "an upgrade"],
 )
 def test_no_worker_is_a_fork_beside_a_thread_or_once_another_gpuguard_is_installed(node: str, since: str) -> None:
-    before = f"spawn.start_early(sys.argv[1]); spawn._early.clear(); {since}"
+    before = f"spawn.start_early(sys.argv[1], worker.serve); spawn._early.clear(); {since}"
 
     assert told_of_its_worker(node, before)["is a fork"] is False
 
@@ -564,7 +564,7 @@ def test_the_worker_of_a_command_is_started_before_its_modules_are_loaded(tmp_pa
     (tmp_path / "daemon").mkdir()
     (tmp_path / "daemon" / "state.json").touch()
     names: list[str] = []
-    monkeypatch.setattr(spawn, "start_early", names.append)
+    monkeypatch.setattr(spawn, "start_early", lambda name, serve: names.append(name))
     monkeypatch.setattr(cli, "main", lambda: None)
     monkeypatch.setattr(sys, "argv", ["gpuguard", *line.format(published=tmp_path).split()])
     monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)

@@ -36,7 +36,7 @@ from gpuguard.locale.messages import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
 LONGEST = 2**26  # bytes of a frame: any four letters, read as a length, are more
 STARVED_SECONDS = 6.0  # a worker that is runnable but not running is not the driver's fault
@@ -50,7 +50,8 @@ _early: dict[str, Channel] = {}  # by backend: workers that were started before 
 # workers of its parent alone.
 _workers: dict[subprocess.Popen[bytes] | Fork, tuple[Descriptors, int]] = {}
 _tells_children = False  # whether forked children run _begin_child()
-_forks_of: tuple[int, int] | None = None  # the code that this program began with, if its workers may be forks of it
+_fork_serves: Callable[..., NoReturn] | None = None  # what a worker runs that is a fork of this process, if it may be
+_code_at_start: tuple[int, int] | None = None  # _code() when that was given
 
 
 class Channel:
@@ -211,13 +212,14 @@ def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where n
                 close()
 
 
-def start_early(name: str) -> None:
+def start_early(name: str, serve: Callable[..., NoReturn]) -> None:
     """Start a worker for the next start_worker() of this backend to return; what fails here fails there again.
 
-    Only gpuguard's own commands call this, as soon as they begin: from now on their workers may be forks of them.
+    Only gpuguard's own commands call this, as soon as they begin: from now on their workers may be forks of them, which
+    run *serve*, that is worker.serve().
     """
-    global _forks_of
-    _forks_of = _code()
+    global _fork_serves, _code_at_start
+    _fork_serves, _code_at_start = serve, _code()
     with suppress(OSError, BackendError):
         _early[name] = start_worker(name)
 
@@ -231,8 +233,8 @@ def start_worker(name: str) -> Channel:
     """
     if early := _early.pop(name, None):
         return early
-    forks = _may_fork()
-    if getattr(sys, "frozen", False) and not forks:
+    serve = _fork_serves if _may_fork() else None
+    if getattr(sys, "frozen", False) and not serve:
         # A program made by PyInstaller is its own sys.executable: it would start itself again and again.
         raise BackendError(
             _(
@@ -244,8 +246,9 @@ def start_worker(name: str) -> Channel:
     try:
         mark = os.memfd_create("gpuguard-mark")
         opened.append(mark)
-        if forks:
-            process: subprocess.Popen[bytes] | Fork = _forked(name, (request_read, reply_write), mark, life_read)
+        if serve:
+            serve = partial(serve, name, 0, 1, mark, life_read)
+            process: subprocess.Popen[bytes] | Fork = _forked(serve, (request_read, reply_write), (mark, life_read))
         else:
             code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
             process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
@@ -262,30 +265,36 @@ def _may_fork() -> bool:
 
     A request may wait while another gpuguard is installed.  A fork would import the modules of that one beside its own.
     """
-    return _forks_of is not None and threading.active_count() == 1 and _forks_of == _code()
+    return _code_at_start is not None and threading.active_count() == 1 and _code_at_start == _code()
 
 
-def _code() -> tuple[int, int]:
-    status = os.stat(__file__)
+def _code() -> tuple[int, int] | None:
+    try:
+        status = os.stat(__file__)
+    except OSError:  # it was removed, or lies in an archive
+        return None
     return status.st_ino, status.st_mtime_ns
 
 
-def _forked(name: str, standard: Sequence[int], mark: int, life: int) -> Fork:
-    """Start a worker as a fork of this process; see start_interpreter for *standard*.
+def _forked(serve: Callable[[], NoReturn], standard: Sequence[int], kept: Sequence[int]) -> Fork:
+    """Start *serve* in a fork of this process.
+
+    Args:
+        serve: called there.
+        standard: as for start_interpreter().
+        kept: further descriptors, which stay open there.
 
     Raises:
         OSError: no further process can be started.
     """
-    from gpuguard.backends import worker  # not above, because it imports this module
-
     # A handler of this process must not run in the fork, where it would do to the job what was meant for the worker.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         if not (pid := os.fork()):  # pragma: no cover: runs in the fork, where nothing is counted
             try:
-                _leave_the_parent(standard, (mark, life))
+                _leave_the_parent(standard, kept)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                worker.serve(name, 0, 1, mark, life)
+                serve()
             finally:
                 os._exit(1)
     finally:
