@@ -1,10 +1,14 @@
-"""Names and groups of users, without waiting for a silent directory service, and the user who answers for a uid.
+"""Users: their names and groups, the user who answers for a uid, and what this process may do beyond its own user.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after LOOKUP_SECONDS the number has to do,
 and this process does not ask the service again for a while.  It does ask again for a uid without a name, because a
-service that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.  Does
-not say what a user may do.  A user is always identified by the uid, and a uid that root has given to a user is that
-user: see certain_owner().
+service that is away for a moment says that its users do not exist, and no policy ends a job of an unknown user.  A
+user is always identified by the uid, and a uid that root has given to a user is that user: see certain_owner().
+
+A guard that runs as a user of its own can signal other users' processes with CAP_KILL and see their programs with
+CAP_SYS_PTRACE, while root in a container may be able to do neither: so capabilities(7) are read from the kernel, not
+guessed from a uid.  The guard does not pass its capabilities on: the programs that it runs start without them.  Decides
+nothing: see preflight, daemon.
 """
 
 from __future__ import annotations
@@ -30,6 +34,11 @@ PACE_SECONDS = 1.0  # between two nameless uids that are asked for again: a user
 SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
 MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
+
+CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SYS_PTRACE = 2, 5, 19  # linux/capability.h
+_FOR_LOOKING = (CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE)
+_PR_CAP_AMBIENT = 47  # linux/prctl.h
+_RAISE, _CLEAR_ALL = 2, 4
 
 NAMELESS = -1  # stands for all uids without a name, of which a user of user namespaces has 65536
 
@@ -234,3 +243,71 @@ def _decoded(content: bytes) -> list[_Range]:
         owners += Counter()  # this drops those that are at 0
         ranges.append((edge, next(iter(owners)) if len(owners) == 1 else None))
     return ranges
+
+
+# Capabilities
+
+
+def has_capability(capability: int) -> bool:
+    """Whether the calling thread may use *capability*; False if the kernel does not say."""
+    return bool((_capability_set("CapEff:") or 0) >> capability & 1)
+
+
+def _capability_set(name: str) -> int | None:
+    """Return a capability set of the calling thread as bits, or None if the kernel does not say."""
+    try:
+        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
+            words = next((line.split() for line in lines if line.startswith(name)), [])
+        return int(words[1], 16)
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def is_powerful() -> bool:
+    """Whether this process could harm other users if another user's code or file steered it."""
+    return os.geteuid() == 0 or has_capability(CAP_KILL)
+
+
+def may_signal(uids: Iterable[int]) -> bool:
+    """Whether this process may signal one that has these uids (real, effective, saved, ...): kill(2)."""
+    real, _, saved, *_ = (*uids, -1, -1, -1)
+    return bool({real, saved} & {os.getuid(), os.geteuid()}) or has_capability(CAP_KILL)
+
+
+def missing_capabilities() -> tuple[str, ...]:
+    """Say in words what a guard lacks to act on other users' processes; () if it lacks nothing."""
+    uid = os.geteuid()
+    name = user_name(uid)
+    if not has_capability(CAP_KILL):
+        text = f"this is {name} without CAP_KILL: it can signal {name}'s own processes, and nothing is done to others."
+    elif uid != 0 and not has_capability(CAP_SYS_PTRACE):
+        text = f"this is {name} without CAP_SYS_PTRACE: it cannot see what others run, and nothing is done to them."
+    else:
+        return ()
+    return (f"{text}  Start it as root, or by systemd: see `gpuguard setup --print-unit`.",)
+
+
+def keep_capabilities() -> None:
+    """Keep the service's capabilities from every program that this thread, or a thread it starts later, runs."""
+    if _capability_set("CapAmb:") != 0:
+        _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
+
+
+def lend_capabilities() -> bool:
+    """Let the next programs see what this process sees, but signal no process.
+
+    Returns whether keep_capabilities() must be called afterwards.  Root does not need it: its programs see everything.
+    """
+    if not has_capability(CAP_SYS_PTRACE):
+        return False
+    for capability in _FOR_LOOKING:
+        _prctl(_PR_CAP_AMBIENT, _RAISE, capability)
+    return True
+
+
+def _prctl(option: int, *words: int) -> None:
+    import ctypes  # only the few processes that have capabilities to lend need it
+
+    # A refusal does no harm: a capability that cannot be dropped is not there, one that cannot be raised is not lent.
+    arguments = [ctypes.c_ulong(word) for word in (*words, 0, 0, 0, 0)[:4]]
+    ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)

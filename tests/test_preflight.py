@@ -15,7 +15,7 @@ from builders import GIB, MIB, a_device, a_process, a_snapshot, a_uuid
 from guard_scene import AMD_HERE, CARD, KFD, OTHER_RENDER, RENDER, SOMEBODY, Scene, a_child, a_scene, on_a_gpu_of
 from nodes import until
 
-from gpuguard import capabilities, deadline, procfs
+from gpuguard import deadline, procfs
 from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
@@ -182,7 +182,7 @@ INNOCENTS: dict[str, tuple[Innocent, str, tuple[str, ...]]] = {
     "of a protected program": (lambda scene, _: scene.context(protected_executables=("/*/sleep",)), "program", ()),
     "of a program where nobody answers": (of_a_program_where_nobody_answers, "program", ()),
     "beyond our power": (
-        lambda _, patch: patch.setattr(capabilities, "may_signal", lambda uids: False), "power", ()
+        lambda _, patch: patch.setattr(preflight, "may_signal", lambda uids: False), "power", ()
     ),
     "child of the guard": (lambda scene, _: scene.context(jobs=frozenset()), "family", ()),
     "notebook": (facts_become(command="python -m ipykernel_launcher -f kernel.json"), "interactive", ()),

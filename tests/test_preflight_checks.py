@@ -186,7 +186,7 @@ CHECKS: list[tuple[str, Preflight, Any]] = [
 
 @pytest.mark.parametrize(("name", "target", "expected"), CHECKS, ids=[f"{c[0]} {i}" for i, c in enumerate(CHECKS)])
 def test_a_check_says_what_it_has_against_a_target(monkeypatch, name, target, expected):
-    monkeypatch.setattr(preflight.capabilities, "may_signal", lambda uids: True)
+    monkeypatch.setattr(preflight, "may_signal", lambda uids: True)
     monkeypatch.setattr(identity, "is_of_the_system", lambda uid: uid < 1000)
 
     assert against(name, target) == expected
@@ -212,7 +212,7 @@ def test_a_program_of_the_system_may_compile_code_only_where_it_draws(monkeypatc
 
 def test_without_the_power_to_signal_it_says_so(monkeypatch):
     asked = []
-    monkeypatch.setattr(preflight.capabilities, "may_signal", lambda uids: bool(asked.append(uids)))
+    monkeypatch.setattr(preflight, "may_signal", lambda uids: bool(asked.append(uids)))
 
     assert against("power", a_target()) == (
         "gpuguard may not signal processes of others: it is not root, and runs without CAP_KILL"

@@ -20,7 +20,7 @@ from nodes import GIB, eventually
 from sources import ROOT
 from users import a_site, interpreter
 
-from gpuguard import capabilities
+from gpuguard import users
 from gpuguard.cli import build_parser
 from gpuguard.cli.setup import tmpfiles_lines
 from gpuguard.history.queries import MACHINE_STATE
@@ -119,7 +119,7 @@ def with_capabilities(test):
 
 
 # Prints what the code says in a process that was started with the capabilities of the service.
-CODE = "import os, subprocess, sys; sys.path[:0] = [{0!r}]; from gpuguard import capabilities as c\n{1}"
+CODE = "import os, subprocess, sys; sys.path[:0] = [{0!r}]; from gpuguard.users import *\n{1}"
 EFFECTIVE = ["grep", "CapEff", "/proc/self/status"]
 
 
@@ -140,7 +140,7 @@ def started_with(names: tuple[str, ...], code: str) -> str:
 
 @with_capabilities
 def test_what_was_given_is_there_and_nothing_else():
-    code = "print(c.has(c.KILL), c.has(c.PTRACE), c.has(c.DAC_READ_SEARCH), c.is_powerful())"
+    code = "print(*map(has_capability, (CAP_KILL, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH)), is_powerful())"
 
     assert started_with((), code) == "False False False False\n"
     assert started_with(("kill",), code) == "True False False True\n"
@@ -149,7 +149,7 @@ def test_what_was_given_is_there_and_nothing_else():
 
 @with_capabilities
 def test_an_ordinary_user_may_signal_their_own_processes_and_with_cap_kill_all():
-    code = f"print([c.may_signal((uid, uid, uid, uid)) for uid in ({SOMEBODY}, 0, 1000)], c.may_signal(()))"
+    code = f"print([may_signal((uid, uid, uid, uid)) for uid in ({SOMEBODY}, 0, 1000)], may_signal(()))"
 
     assert started_with((), code) == "[True, False, False] False\n"
     assert started_with(("kill",), code) == "[True, True, True] True\n"
@@ -157,7 +157,7 @@ def test_an_ordinary_user_may_signal_their_own_processes_and_with_cap_kill_all()
 
 @with_capabilities
 def test_a_process_that_only_acts_as_us_is_not_ours_to_signal():
-    code = f"print(c.may_signal((1, {SOMEBODY}, 1, {SOMEBODY})), c.may_signal((1, 1, {SOMEBODY}, 1)))"
+    code = f"print(may_signal((1, {SOMEBODY}, 1, {SOMEBODY})), may_signal((1, 1, {SOMEBODY}, 1)))"
 
     assert started_with((), code) == "False True\n"
 
@@ -165,10 +165,11 @@ def test_a_process_that_only_acts_as_us_is_not_ours_to_signal():
 @with_capabilities
 @pytest.mark.parametrize(
     ("before", "left"),
-    [("", 0x80020), ("c.keep_to_ourselves()", 0), ("c.keep_to_ourselves(); c.lend_for_reading()", 0x80000)],
+    [("", 0x80020), ("keep_capabilities()", 0), ("keep_capabilities(); lend_capabilities()", 0x80000)],
 )
 def test_a_program_that_it_runs_gets_what_is_lent_and_nothing_else(before, left):
-    code = f"{before}\nprint(subprocess.run({EFFECTIVE}, capture_output=True, text=True).stdout, c.has(c.KILL))"
+    program = f"subprocess.run({EFFECTIVE}, capture_output=True, text=True).stdout"
+    code = f"{before}\nprint({program}, has_capability(CAP_KILL))"
 
     effective, still = started_with(("kill", "sys_ptrace"), code).split()[1:]
     assert (int(effective, 16), still) == (left, "True")
@@ -176,14 +177,14 @@ def test_a_program_that_it_runs_gets_what_is_lent_and_nothing_else(before, left)
 
 @with_capabilities
 def test_a_process_without_capabilities_lends_none():
-    assert started_with((), "print(c.lend_for_reading())") == "False\n"
+    assert started_with((), "print(lend_capabilities())") == "False\n"
 
 
 @with_capabilities
 def test_nothing_is_assumed_where_the_kernel_does_not_say(monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
 
-    assert capabilities.has(capabilities.KILL) is False
+    assert users.has_capability(users.CAP_KILL) is False
 
 
 GUARD = SOMEBODY + 2

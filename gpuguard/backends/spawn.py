@@ -28,11 +28,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize
 
-from gpuguard import capabilities
 from gpuguard.errors import BackendError
 from gpuguard.files import close_all
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
+from gpuguard.users import keep_capabilities, lend_capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -334,7 +334,7 @@ def start_interpreter(
         OSError: no further process can be started.
     """
     stdin, stdout = standard
-    lent = os.geteuid() != 0 and capabilities.lend_for_reading()  # root's programs may read everything anyway
+    lent = os.geteuid() != 0 and lend_capabilities()  # root's programs may read everything anyway
     try:
         return subprocess.Popen(
             interpreter(code, word),
@@ -346,7 +346,7 @@ def start_interpreter(
         )
     finally:
         if lent:
-            capabilities.keep_to_ourselves()
+            keep_capabilities()
 
 
 def interpreter(code: str, word: str) -> list[str]:

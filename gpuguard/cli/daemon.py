@@ -23,7 +23,6 @@ import os
 import time
 from contextlib import ExitStack, nullcontext
 
-from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.daemon_client import ReloadReply, StatusReply, query_daemon
 from gpuguard.cli import terminal
@@ -41,6 +40,7 @@ from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.sanitize import neutralise
 from gpuguard.source import desktop_memory
 from gpuguard.units import format_count, parse_duration
+from gpuguard.users import is_powerful, keep_capabilities
 from gpuguard.views.events import to_text
 from gpuguard.views.policy import status_lines
 
@@ -86,12 +86,12 @@ def main(args: argparse.Namespace) -> int:
     if args.enforce and not args.policy:
         raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
     _check_metrics(args)
-    service.clean_environment(os.environ, root=capabilities.is_powerful())
-    capabilities.keep_to_ourselves()
+    service.clean_environment(os.environ, root=is_powerful())
+    keep_capabilities()
     if args.events:
         os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
     is_logged = not args.once or "GPUGUARD_EVENTS" in os.environ  # the machine's log is about the daemon's own actions
-    choose_log(args, is_admin=capabilities.is_powerful())
+    choose_log(args, is_admin=is_powerful())
     if args.once and args.enforce:
         raise InvalidRequest("--once only looks: it signals no process, so leave out --enforce.")
     settings = service.DaemonSettings(

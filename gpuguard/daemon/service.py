@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from gpuguard import capabilities
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, daemon_files, stamp_path
@@ -58,6 +57,7 @@ from gpuguard.source import (
     write_state,
 )
 from gpuguard.units import local_time
+from gpuguard.users import missing_capabilities
 from gpuguard.watchdog import INTERVAL, SiteRules, Watchdog
 from gpuguard.yaml_files.decoder import Accounts
 
@@ -155,7 +155,7 @@ class Daemon:
         append: Callable[[Event], bool] = audit_log.append,
     ) -> None:
         self._directory, self._settings, self._report, self._append = directory, settings, report, append
-        self._lacking = capabilities.lacking()  # no process gains capabilities while it runs
+        self._lacking = missing_capabilities()  # no process gains capabilities while it runs
         self._on_event = on_event
         self._sender: Sender | None = None
         self._file_status: tuple[int, ...] | None = None  # of the policy file when it was read

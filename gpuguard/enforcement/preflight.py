@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
 
-from gpuguard import capabilities, procfs
+from gpuguard import procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import of_their_users, probe, read_records
@@ -48,7 +48,7 @@ from gpuguard.policies.job_processes import JobMember, alone, identities
 from gpuguard.policies.policy import INTERACTIVE_SECONDS
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.units import format_duration
-from gpuguard.users import accountable_uid, certain_owner
+from gpuguard.users import accountable_uid, certain_owner, may_signal
 from gpuguard.vendors import MPS_SERVER
 
 INTERVALS = 2  # between samples: a sample that is older is not acted on
@@ -492,7 +492,7 @@ def _program(target: Preflight) -> str | None:
 
 
 def _power(target: Preflight) -> str | None:
-    if target.facts is None or capabilities.may_signal(target.facts.uids):
+    if target.facts is None or may_signal(target.facts.uids):
         return None
     return sentence(
         "preflight.no_power",

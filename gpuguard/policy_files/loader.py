@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, get_args
 
-from gpuguard import capabilities
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
@@ -22,6 +21,7 @@ from gpuguard.notify.templates import Template
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policy_files.checks import check
 from gpuguard.policy_files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, parse_until
+from gpuguard.users import is_powerful
 from gpuguard.yaml_files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
 from gpuguard.yaml_files.yaml_text import Fault, YamlSource, in_order, read_file
 
@@ -92,7 +92,7 @@ def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | Polic
 
     *trusted_owner* means the same as in load_policies().
     """
-    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
+    only_root = is_powerful() if trusted_owner is None else trusted_owner
     try:
         return read_file(path, only_root=only_root)
     except OSError as error:
