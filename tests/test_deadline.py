@@ -10,9 +10,9 @@ import pytest
 from builders import a_process
 from guard_scene import SLEEP, a_child
 
-from gpuguard import deadline, procfs
-from gpuguard.deadline import MOST_HANGING, in_time
+from gpuguard import procfs
 from gpuguard.enforcement import identity
+from gpuguard.procfs import MOST_HANGING, in_time
 
 UNKNOWN = 20002  # another user
 
@@ -20,11 +20,11 @@ UNKNOWN = 20002  # another user
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look is late because the machine is busy."""
-    monkeypatch.setattr(deadline, "FILE_SECONDS", 60.0)
-    monkeypatch.setattr(deadline, "SECONDS_AGAIN", 12.0)
-    monkeypatch.setattr(deadline, "_hanging", {})
-    monkeypatch.setattr(deadline, "_free", [])
-    monkeypatch.setattr(deadline, "_spent", {})
+    monkeypatch.setattr(procfs, "FILE_SECONDS", 60.0)
+    monkeypatch.setattr(procfs, "SECONDS_AGAIN", 12.0)
+    monkeypatch.setattr(procfs, "_hanging", {})
+    monkeypatch.setattr(procfs, "_free", [])
+    monkeypatch.setattr(procfs, "_spent", {})
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def hangs(event: threading.Event) -> Callable[[], bytes]:
 def given_up(pid: int, kind: str, event: threading.Event) -> None:
     """A look that hangs, and that is waited for no longer than a look of the guard."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadline, "FILE_SECONDS", 0.1)
-        patch.setattr(deadline, "SECONDS_AGAIN", 0.02)
+        patch.setattr(procfs, "FILE_SECONDS", 0.1)
+        patch.setattr(procfs, "SECONDS_AGAIN", 0.02)
         assert in_time(pid, kind, hangs(event)) is None
 
 
@@ -72,19 +72,19 @@ def test_who_came_back_is_looked_at_again_by_the_same_thread(comes_back):
 
 
 def test_many_without_a_name_who_hang_take_a_bounded_number_of_threads_and_hide_nobody_else(comes_back, monkeypatch):
-    monkeypatch.setattr(deadline, "user_name", str)
+    monkeypatch.setattr(procfs, "user_name", str)
     for number in range(2 * MOST_HANGING):
         given_up(os.getpid(), str(number), comes_back)
-    assert len(deadline._hanging) == MOST_HANGING
+    assert len(procfs._hanging) == MOST_HANGING
 
-    monkeypatch.setattr(deadline, "user_name", lambda uid: "alice")
+    monkeypatch.setattr(procfs, "user_name", lambda uid: "alice")
     assert in_time(os.getpid(), "memory", lambda: "found") == "found"
 
 
 def test_a_copy_of_a_process_has_a_thread_of_its_own(comes_back):
     given_up(os.getpid(), "memory", comes_back)
     in_time(os.getpid(), "facts", lambda: "found")
-    deadline._spent[os.getuid(), "memory"] = 100.0, time.monotonic()
+    procfs._spent[os.getuid(), "memory"] = 100.0, time.monotonic()
     if (child := os.fork()) == 0:
         found = [in_time(os.getpid(), kind, lambda: 5) for kind in ("facts", "memory")]
         os._exit(sum(one or 0 for one in found))
@@ -109,8 +109,8 @@ def silent(monkeypatch: pytest.MonkeyPatch, comes_back: threading.Event) -> Iter
         return hangs(comes_back)() if path in own else read_proc(path, limit)
 
     monkeypatch.setattr(procfs, "read_proc", read)
-    monkeypatch.setattr(deadline, "FILE_SECONDS", 1.0)
-    monkeypatch.setattr(deadline, "SECONDS_AGAIN", 0.1)
+    monkeypatch.setattr(procfs, "FILE_SECONDS", 1.0)
+    monkeypatch.setattr(procfs, "SECONDS_AGAIN", 0.1)
     with a_child(*SLEEP) as child:
         yield child
 
@@ -132,7 +132,7 @@ def test_the_guard_knows_it_by_everything_else(silent):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time; looks that take long move it on, and no test waits for them."""
     now = [0.0]
-    monkeypatch.setattr(deadline, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     yield now
 
 
@@ -149,7 +149,7 @@ def test_who_lets_each_look_come_back_just_in_time_gets_no_more_time_than_who_ne
     looks = [in_time(os.getpid(), "memory", taking(54.0, clock)) for _ in range(50)]
 
     assert looks.count("found") == 2
-    clock[0] += 120 / deadline.SHARE
+    clock[0] += 120 / procfs.SHARE
     assert in_time(os.getpid(), "memory", taking(54.0, clock)) == "found"
 
 
@@ -160,7 +160,7 @@ def test_what_a_look_takes_of_a_processor_counts_and_no_wait_for_one(clock, monk
         return "found"
 
     if takes:
-        monkeypatch.setattr(deadline, "thread_time", lambda: clock[0])
+        monkeypatch.setattr(time, "thread_time", lambda: clock[0])
 
     assert [in_time(os.getpid(), "memory", look) for _ in range(50)].count("found") == found
 
@@ -177,8 +177,8 @@ def test_several_who_do_so_together_get_hardly_more_and_hide_nobody_else(clock):
 
 def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, tmp_path, comes_back):
     never, sought = hangs(comes_back), []
-    monkeypatch.setattr(deadline, "FILE_SECONDS", 1.0)
-    monkeypatch.setattr(deadline, "SECONDS_AGAIN", 0.1)
+    monkeypatch.setattr(procfs, "FILE_SECONDS", 1.0)
+    monkeypatch.setattr(procfs, "SECONDS_AGAIN", 0.1)
     monkeypatch.setattr(os.path, "lexists", lambda path: sought.append(path) or never())  # no answer, as of a server
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -22,7 +22,7 @@ from fake_nvml import GIB, FakeNvml
 from guard_scene import SOMEBODY, Scene, a_child, a_scene, python, somebody
 from nodes import until
 
-from gpuguard import deadline
+from gpuguard import procfs
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import Protected
 from gpuguard.policy_files.loader import parse
@@ -170,13 +170,13 @@ def refuse(number: int) -> None:
 @pytest.mark.parametrize("hanging", ["program", "files", "maps", "code"])
 def test_what_never_comes_back_is_unknown_by_itself(monkeypatch: pytest.MonkeyPatch, hanging: str) -> None:
     """A file system of one's own, or a page of it under the mappings, made a process unknown as a whole."""
-    read, over = deadline.in_time, threading.Event()
+    read, over = procfs.in_time, threading.Event()
 
     def in_time(pid: int, kind: str, look: Callable[[], object], times: int = 1) -> object:
         return read(pid, kind, (lambda: over.wait(60)) if kind == hanging else look, 1)
 
     for name, value in (("FILE_SECONDS", 2.0), ("_hanging", {}), ("_spent", {})):
-        monkeypatch.setattr(deadline, name, value)
+        monkeypatch.setattr(procfs, name, value)
     monkeypatch.setattr(identity, "in_time", in_time)
     with a_program(OTHERS) as pid:
         facts = identity.facts_of(pid)

@@ -11,7 +11,7 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "locale", "errors", "units", "users", "grouping", "sanitize", "tables", "html", "files", "jsonio",
-    "model", "vendors", "device_state", "deadline", "procfs", "clusters", "backends", "request", "eligibility",
+    "model", "vendors", "device_state", "procfs", "clusters", "backends", "request", "eligibility",
     "select", "yaml_files", "policies", "claims", "history", "queue", "batch", "source", "lock", "api", "ray", "notify",
     "enforcement", "policy_files", "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet",
     "views", "metrics", "top", "web", "cli", "__init__", "__main__",

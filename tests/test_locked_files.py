@@ -20,7 +20,7 @@ from guard_scene import SLEEP, a_child
 from nodes import eventually
 from proc import state
 
-from gpuguard import deadline, users
+from gpuguard import procfs, users
 from gpuguard.backends import spawn
 from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
@@ -88,7 +88,7 @@ libc.epoll_wait(waits.fileno(), ctypes.c_void_p(page), 10, -1)
 def _no_reader_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SLACK_SECONDS", "SLACK_AGAIN", "START_SECONDS", "MOST_SECONDS"):
         monkeypatch.setattr(holders, name, 60.0)  # no reader of these tests is too slow by accident
-    monkeypatch.setattr(deadline, "_spent", {})
+    monkeypatch.setattr(procfs, "_spent", {})
     holders._close()
     yield
     holders._close()
@@ -184,7 +184,7 @@ def test_a_user_who_answers_each_look_just_in_time_gets_no_more_time_than_one_wh
     assert 0 < sum(map(bool, looks)) <= 2
     assert holders.hangs(UNKNOWN)
     assert holders.locked_files(os.getpid(), os.getuid(), 5), "nobody else is hidden"
-    now[0] += 20 / deadline.SHARE
+    now[0] += 20 / procfs.SHARE
     assert holders.locked_files(os.getpid(), UNKNOWN, 5), "once it is paid off"
 
 

@@ -15,7 +15,7 @@ from builders import GIB, MIB, a_device, a_process, a_snapshot, a_uuid
 from guard_scene import AMD_HERE, CARD, KFD, OTHER_RENDER, RENDER, SOMEBODY, Scene, a_child, a_scene, on_a_gpu_of
 from nodes import until
 
-from gpuguard import deadline, procfs
+from gpuguard import procfs
 from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.enforcement.preflight import Preflight, targets
@@ -65,7 +65,7 @@ def of_another_user_than_judged(scene: Scene, patch: Patch) -> None:
 def of_a_program_where_nobody_answers(scene: Scene, patch: Patch) -> None:
     scene.context(protected_executables=("/*/sleep",))
     for name, value in (("FILE_SECONDS", 1.0), ("_hanging", {}), ("_spent", {})):
-        patch.setattr(deadline, name, value)
+        patch.setattr(procfs, name, value)
     patch.setattr(identity, "runs_one_of", lambda *_: threading.Event().wait(20))
 
 

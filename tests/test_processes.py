@@ -18,7 +18,7 @@ from builders import GIB, TOTAL, a_device, a_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuguard import deadline, host, procfs, users
+from gpuguard import host, procfs, users
 from gpuguard.backends import plausibility
 from gpuguard.claims import holders
 from gpuguard.claims.unlock import is_supervisor
@@ -422,7 +422,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         monkeypatch.setattr(procfs, "_known", {})
-        monkeypatch.setattr(deadline, "_hanging", {})
+        monkeypatch.setattr(procfs, "_hanging", {})
 
     forget()
     return forget

@@ -19,7 +19,7 @@ from builders import a_device, a_process, a_snapshot
 from claimholders import BY_ROOT, GPUS, a_holder, free, is_free, release
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
-from gpuguard import deadline, procfs
+from gpuguard import procfs
 from gpuguard.claims import unlock as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import (
@@ -440,14 +440,14 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_no_request(director
     """One of FUSE, say, whose owner never lets go whoever closes a copy of it."""
     answers, really, before = threading.Event(), releasing._is_lock, len(os.listdir("/proc/self/fd"))
     with a_holder(directory, GPUS[0]) as holder, monkeypatch.context() as patch:
-        patch.setattr(deadline, "FILE_SECONDS", 0.03)
+        patch.setattr(procfs, "FILE_SECONDS", 0.03)
         patch.setattr(releasing, "_is_lock", lambda *some: answers.wait(60) and really(*some))
         for _ in range(3):
             with pytest.raises(ClaimError, match="does not answer"), lock_handle(directory, holder.record()):
                 pass
-        assert [kind for _, kind in deadline._hanging] == ["lent"]
+        assert [kind for _, kind in procfs._hanging] == ["lent"]
         answers.set()
-        patch.setattr(deadline, "FILE_SECONDS", 60.0)
+        patch.setattr(procfs, "FILE_SECONDS", 60.0)
         assert eventually(lambda: bool(releasing.in_time(os.getpid(), "lent", lambda: True)))
         release(directory, holder.record())
 

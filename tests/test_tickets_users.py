@@ -21,7 +21,7 @@ from queues import a_ticket
 from test_text import a_line
 from users import ALICE, BOB, HOG
 
-from gpuguard import deadline, users
+from gpuguard import procfs, users
 from gpuguard.claims import holders, records
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import of_their_users
@@ -169,7 +169,7 @@ def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs
             now[0] += 2 * holders.MOST_SECONDS
         return really(pid, descriptor)
 
-    monkeypatch.setattr(deadline, "_spent", {})  # what tests before this one have left to be paid off
+    monkeypatch.setattr(procfs, "_spent", {})  # what tests before this one have left to be paid off
     monkeypatch.setattr(holders, "monotonic", lambda: now[0])
     monkeypatch.setattr(holders, "stopwatch", lambda: (lambda begun: lambda: now[0] - begun)(now[0]))
     monkeypatch.setattr(holders, "target_of", slowly)

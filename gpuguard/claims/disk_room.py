@@ -15,9 +15,9 @@ from functools import partial
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import target_of
-from gpuguard.deadline import in_time
 from gpuguard.files import status_in_place
 from gpuguard.locale.messages import sentence
+from gpuguard.procfs import in_time
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 

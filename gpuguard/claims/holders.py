@@ -5,7 +5,7 @@ holds: an epoll(7) that is just handing over events to a page of FUSE keeps a re
 signal ends that (state D), not even SIGKILL.  So where we cannot see which descriptors are files (a guard with
 CAP_SYS_PTRACE), a reader process with nothing of ours open reads fdinfo.  Until it comes back, it is unknown what that
 user has locked.  The locks of users whose answers do come but take too much of the time are unknown as well: see
-deadline.
+procfs.
 
 This module does not say who owns a claim: see records.
 """
@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends import spawn
-from gpuguard.deadline import charge, in_time, owed_by, stopwatch
 from gpuguard.files import close_all, closed_after, device_of, hold_in_place, status_in_place
 from gpuguard.locale.messages import all_of, sentence
-from gpuguard.procfs import in_first_pid_namespace, uid_behind
+from gpuguard.procfs import charge, in_first_pid_namespace, in_time, owed_by, stopwatch, uid_behind
 from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
-# The most time for the open files of one user, which deadline.SHARE of the time pays off.  With the usual limits 100
+# The most time for the open files of one user, which procfs.SHARE of the time pays off.  With the usual limits 100
 # processes can have 50 million descriptors, which take a minute to read, and a user may have 65536 uids.
 MOST_SECONDS = 1.0
 ROOT_SECONDS = 10.0  # for one process of root

@@ -30,21 +30,20 @@ from gpuguard.claims import grants
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
-from gpuguard.deadline import in_time
 from gpuguard.device_state import Processes, claim_of, device_title, may_compute
 from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
-from gpuguard.procfs import catches, process_facts, start_time, uid_behind
+from gpuguard.procfs import catches, in_time, process_facts, start_time, uid_behind
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.users import certain_owner
 
 MOST_LOCKS = 256  # of one claim, because its owner can write anything into its record
 SEARCH_SECONDS = 2.0  # for the owner's processes, of which there can be any number
-LEND_TIMES = 4  # times as long as another read of a process, for the check of a file: see deadline.in_time
+LEND_TIMES = 4  # times as long as another read of a process, for the check of a file: see procfs.in_time
 COMMAND_CHARACTERS = 60
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h

@@ -22,9 +22,8 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from gpuguard.deadline import in_time
 from gpuguard.policies.policy import interactive_use
-from gpuguard.procfs import LONGEST, read_link, read_memory, read_text, start_time, stat_of
+from gpuguard.procfs import LONGEST, in_time, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
 from gpuguard.vendors import DRM_MAJOR, DRM_NODES, VENDORS, vendor_of
 

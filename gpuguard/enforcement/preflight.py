@@ -22,7 +22,6 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import of_their_users, probe, read_records
 from gpuguard.claims.unlock import LockHandle, NotPermitted, computing_under, is_supervisor, lock_handle
 from gpuguard.clusters import slurm_jobs
-from gpuguard.deadline import in_time
 from gpuguard.device_state import computes, idle_limit
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.guard_limits import ActionLimits, FailedCheck, PastAction
@@ -46,7 +45,7 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.action_kinds import DISRUPTIVE
 from gpuguard.policies.job_processes import JobMember, alone, identities
 from gpuguard.policies.policy import INTERACTIVE_SECONDS
-from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
+from gpuguard.procfs import boot_clock, in_first_pid_namespace, in_time, process_facts, start_time
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner, may_signal
 from gpuguard.vendors import MPS_SERVER
