@@ -407,9 +407,9 @@ class ClaimRecord:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.html import of_claim  # for notebooks alone: the worker would load it for nothing
+        from gpuguard.tables import html_of_claim  # for notebooks alone: the worker would load it for nothing
 
-        return of_claim(self)
+        return html_of_claim(self)
 
 
 def claim_named(claims: Iterable[ClaimRecord], uid: int | None, claim: str | None) -> ClaimRecord | None:
@@ -449,9 +449,9 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.html import of_snapshot
+        from gpuguard.tables import html_of_snapshot
 
-        return of_snapshot(self)
+        return html_of_snapshot(self)
 
     def updated(self, newer: Snapshot) -> Snapshot:
         """Return this snapshot with the devices that *newer* has read again, and with the gaps of *newer*.

@@ -1,23 +1,27 @@
-"""Tables of text, and the rows that stand for a device and a claim in what Python objects show.
+"""Tables of text and of HTML, and the rows that stand for a device and a claim in what Python objects show.
 
-`print(gpuguard.who())` shows text, see text_of_snapshot(), and a notebook the same rows as HTML.  The tables
-of commands have columns of their own: see views.  Does not read anything.
+`print(gpuguard.who())` shows text, see text_of_snapshot(), and a notebook the same rows as HTML, in which everything is
+escaped, because names are text of other users.  The tables of commands have columns of their own: see views.  Does not
+read anything.
 """
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import columns_of, display_width, neutral_command, neutralise
-from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded, local_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from gpuguard.claims.claim import Claim
     from gpuguard.model import ClaimRecord, Device, Snapshot
 
 DEVICE_HEADS = ("GPU", "name", "memory", "util", "temp", "power", "processes", "claimed by")
 CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
+_HELD_HEADS = ("in this process", "GPU", "name", "memory", "uuid")
 
 
 def shorten(text: str, width: int | None) -> str:
@@ -110,3 +114,50 @@ def claim_row(claim: ClaimRecord, now: float | None) -> list[str]:
     memory = "all" if claim.memory is None else format_bytes(claim.memory)
     since = format_duration(known)
     return [claim.id, claim.user, since, memory, claim.note or "", neutral_command(claim.command)]
+
+
+# For notebooks: what `_repr_html_` returns
+
+
+def html_of_snapshot(snapshot: Snapshot) -> str:
+    """Return a snapshot's devices as HTML, and its claims if it knows of any."""
+    heading = f"<p><b>{escaped(title(snapshot))}</b></p>"
+    parts = [heading, _html_table(DEVICE_HEADS, (device_row(device, snapshot.claims) for device in snapshot.devices))]
+    if snapshot.claims:
+        rows = (claim_row(claim, snapshot.taken_at) for claim in snapshot.claims)
+        parts.append(_html_table(CLAIM_HEADS, rows))
+    return "".join(parts)
+
+
+def html_of_claim(claim: ClaimRecord) -> str:
+    """Return one claim as HTML."""
+    return _html_table(CLAIM_HEADS, [claim_row(claim, None)])
+
+
+def html_of_held_claim(claim: Claim) -> str:
+    """Return a claim of this process as HTML: its devices, and the numbers that programs in it have for them."""
+    if not claim.locks and claim.devices:
+        return f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped('was given back')}</p>"
+    since = "" if claim.since is None else f"since {local_time(claim.since, '%H:%M')}"
+    heading = f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped(since)}</p>"
+    rows = (
+        [
+            str(place),
+            *device_row(device, ())[:2],
+            format_bytes(device.memory_total if claim.memory is None else claim.memory),
+            device.uuid,
+        ]
+        for place, device in enumerate(claim)
+    )
+    return heading + _html_table(_HELD_HEADS, rows)
+
+
+def escaped(text: str) -> str:
+    """Return *text* as HTML that shows it."""
+    return escape(neutralise(text))
+
+
+def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    header = "".join(f"<th>{escaped(head)}</th>" for head in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"

@@ -133,9 +133,9 @@ class Claim(Sequence[Device]):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from gpuguard.html import of_held  # for notebooks alone
+        from gpuguard.tables import html_of_held_claim  # for notebooks alone
 
-        return of_held(self)
+        return html_of_held_claim(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a claim is of one process, which hands it to its children: pickle or copy its GPUs instead.")

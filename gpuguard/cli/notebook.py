@@ -23,11 +23,11 @@ from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.html import escaped, of_held
 from gpuguard.locale import N_, _, translated, use_english, use_language_of_user
 from gpuguard.procfs import process_facts
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
+from gpuguard.tables import escaped, html_of_held_claim
 from gpuguard.units import parse_duration
 from gpuguard.views import who
 
@@ -197,7 +197,7 @@ def _card(held: NotebookClaim) -> tuple[str, str]:
         _("until the kernel ends"),
     ]
     text = ("SIMULATED " if simulated else "") + " · ".join(filter(None, parts))
-    return text, ("<p><b>SIMULATED</b></p>" if simulated else "") + of_held(held.claim)
+    return text, ("<p><b>SIMULATED</b></p>" if simulated else "") + html_of_held_claim(held.claim)
 
 
 def _names(claim: Claim) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 from gpuguard.fleet.answers import HostReply
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Watch
 from gpuguard.history.usage_report import FROM_LOG, ClaimRow, PolicyRow, Report, UsageRow
-from gpuguard.html import escaped
 from gpuguard.locale import N_, _
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.tables import shorten, table
+from gpuguard.tables import escaped, shorten, table
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_count, format_duration, format_rounded, local_time
 from gpuguard.views.charts import bucketed, known_period, round_marks, stacked
 from gpuguard.views.fleet import end_lines
