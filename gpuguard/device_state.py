@@ -14,16 +14,18 @@ copied it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
 from gpuguard.vendors import vendor_of
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 # The plain states, the most remarkable first.  JSON and metrics use them, because scripts know only these words.
 PlainDeviceState = Literal["unhealthy", "unclaimed_use", "in_use", "idle", "claimed", "unknown", "free"]
@@ -506,3 +508,14 @@ def mean_watts(before: Device, now: Device, seconds: float) -> float | None:
     watts = (now.total_energy - before.total_energy) / seconds
     most = MOST_WATTS if now.power_limit is None else BEYOND_LIMIT * now.power_limit
     return watts if 0 <= watts <= most else None
+
+
+# Values that belong to one device, process or user.
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of *pairs* (key, value) by their keys; keys and values keep their order."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups

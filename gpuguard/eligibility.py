@@ -8,12 +8,14 @@ This module does not rank (see select) and reads nothing (see claims.claim for t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from gpuguard.device_state import (
     desktop_limit,
+    grouped,
     hiding_use,
     idle_limit,
     instances_title,
@@ -22,7 +24,6 @@ from gpuguard.device_state import (
     unlisted_memory,
     user_label,
 )
-from gpuguard.grouping import grouped, summed
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
@@ -610,10 +611,14 @@ def memory_left(device: Device, sharing: Sharing) -> int | None:
     if device.memory_shared_with_host and device.memory_free is not None:
         room = min(room, device.memory_free + in_use)  # programs that use no GPU have the rest
     owners, processes = sharing.owners or {}, device.processes or ()
-    used = summed((owners[process.pid], process.memory_used or 0) for process in processes if process.pid in owners)
-    promised = summed((record.uid, record.memory or 0) for record in sharing.claims)
+    used, promised = Counter[int](), Counter[int]()
+    for process in processes:
+        if process.pid in owners:
+            used[owners[process.pid]] += process.memory_used or 0
+    for record in sharing.claims:
+        promised[record.uid] += record.memory or 0
     strangers = max(0, in_use - sum(used.values()))
-    return room - strangers - sum(max(count, used.get(uid, 0)) for uid, count in promised.items())
+    return room - strangers - sum(max(count, used[uid]) for uid, count in promised.items())
 
 
 def slots_left(sharing: Sharing, slots: int) -> int:

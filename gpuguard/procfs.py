@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from resource import RUSAGE_THREAD, getrusage
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard.errors import shortage
 from gpuguard.files import mounts
-from gpuguard.grouping import grouped
 from gpuguard.model import GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import accountable_uid, certain_owner, user_name
 
@@ -449,11 +449,13 @@ def descendants(pid: int) -> dict[int, Stat]:
     Raises OSError if no descriptor is left.
     """
     everything = processes()
-    children = grouped((stat.parent, child) for child, stat in everything.items())
+    children = defaultdict[int, list[int]](list)
+    for child, stat in everything.items():
+        children[stat.parent].append(child)
     below: dict[int, Stat] = {}
     todo = [pid]
     while todo:
-        for child in children.get(todo.pop(), ()):
+        for child in children[todo.pop()]:
             if child not in below and child != pid:
                 below[child] = everything[child]
                 todo.append(child)

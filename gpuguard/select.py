@@ -16,7 +16,7 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import almost_empty, device_title, instances_title
+from gpuguard.device_state import almost_empty, device_title, grouped, instances_title
 from gpuguard.eligibility import (
     MIG_SET,
     Refusal,
@@ -33,7 +33,6 @@ from gpuguard.eligibility import (
     usable_with_others,
 )
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.grouping import grouped
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import ClaimRecord, Device, Gap, Snapshot, devices_of

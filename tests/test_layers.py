@@ -10,7 +10,7 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "locale", "errors", "units", "users", "grouping", "sanitize", "tables", "files", "jsonio",
+    "locale", "errors", "units", "users", "sanitize", "tables", "files", "jsonio",
     "model", "vendors", "device_state", "procfs", "clusters", "backends", "request", "eligibility",
     "select", "yaml_files", "policies", "claims", "history", "queue", "batch", "source", "lock", "api", "ray", "notify",
     "enforcement", "policy_files", "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet",

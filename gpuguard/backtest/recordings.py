@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any
 
 from gpuguard.backends import replay
+from gpuguard.device_state import grouped
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import open_file
-from gpuguard.grouping import grouped
 from gpuguard.jsonio import decode
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence

@@ -42,10 +42,9 @@ from gpuguard.claims.directory import (
     try_flock,
 )
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
-from gpuguard.device_state import lock_identity
+from gpuguard.device_state import grouped, lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import closed_after, create_file, open_regular, status_in_place, write_all
-from gpuguard.grouping import grouped
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale.messages import cut, dumps, plain, sentence
 from gpuguard.model import ClaimRecord, Snapshot

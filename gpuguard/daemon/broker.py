@@ -38,7 +38,6 @@ from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.files import close_all, closed_after
-from gpuguard.grouping import summed
 from gpuguard.locale.messages import Sentence, all_of, cut, nsentence, sentence
 from gpuguard.model import MEMORY, MODEL, PROCESSES, Event, Snapshot
 from gpuguard.queue.leader import MAY_START
@@ -137,7 +136,7 @@ class Broker:
         rules = read_queue_settings(self._directory).rules
         facts = read_queue_facts(self._directory, snapshot, rules)
         used = used_by(facts.claims, time.time()) if facts.usage is None else facts.usage
-        usage = summed((*used.items(), *self._charged.items()))
+        usage = {uid: used.get(uid, 0.0) + self._charged.get(uid, 0.0) for uid in used.keys() | self._charged.keys()}
         facts = replace(facts, usage=usage, set_back=facts.set_back | self._used)
         return queue_state(self._directory, snapshot, facts, rules, mine, waiting)
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory, daemon_files
+from gpuguard.device_state import grouped
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.grouping import summed
 from gpuguard.history.store_schema import COARSEST, GAUGES, SLOTS, USER_COLUMNS, VERSION, holdings, key, rows
 from gpuguard.jsonio import LARGEST
 from gpuguard.locale import _
@@ -123,7 +123,8 @@ class Usage:
         columns = f"slot / {bucket} AS bucket, uid, SUM(claimed_ms + unclaimed_ms)"
         rows = self._rows("users", columns, begin, self.now, "GROUP BY bucket, uid")
         ages = ((uid, had, max(0.0, self.now - (number + 0.5) * bucket * width)) for number, uid, had in rows)
-        return summed((uid, had / 1000 * 0.5 ** (age / half_life)) for uid, had, age in ages)
+        shares = grouped((uid, had / 1000 * 0.5 ** (age / half_life)) for uid, had, age in ages)
+        return {uid: sum(own) for uid, own in shares.items()}
 
     def known(self) -> list[SeenDevice]:
         """All devices ever seen, by index; those without one come last, in the order in which they were first seen."""

@@ -21,13 +21,13 @@ from gpuguard.device_state import (
     claim_of,
     claims_on,
     claims_readable,
+    grouped,
     hides_use,
     is_idle,
     may_compute,
     mean_watts,
     usable_devices,
 )
-from gpuguard.grouping import grouped
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 
 Row = tuple[float | None, ...]

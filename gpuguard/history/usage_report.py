@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuguard.grouping import grouped
+from gpuguard.device_state import grouped
 from gpuguard.history.audit_log import Line, devices_of, facts_of, uids_of
 from gpuguard.history.queries import TIMES, DeviceTotal, Point, Usage, Watch
 from gpuguard.history.store_schema import NOBODY_KNOWS

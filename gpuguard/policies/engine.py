@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpuguard.device_state import innermost_claim
+from gpuguard.device_state import grouped, innermost_claim
 from gpuguard.errors import InvalidRequest
-from gpuguard.grouping import grouped
 from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import Device, Finding, GpuProcess, ProcessIdentity, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import (

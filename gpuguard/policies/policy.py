@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from gpuguard.device_state import device_title, usable_devices
+from gpuguard.device_state import device_title, grouped, usable_devices
 from gpuguard.eligibility import is_model
 from gpuguard.errors import InvalidRequest
-from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import (

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claim_of, claims_on, usable_devices, user_label
+from gpuguard.device_state import claim_of, claims_on, grouped, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
-from gpuguard.grouping import grouped
 from gpuguard.locale import _
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Finding, GpuProcess, Subject

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claims_on, device_title, usable_devices
+from gpuguard.device_state import claims_on, device_title, grouped, usable_devices
 from gpuguard.errors import InvalidRequest
-from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named

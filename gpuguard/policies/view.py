@@ -22,12 +22,12 @@ from gpuguard.device_state import (
     claim_of,
     claims_on,
     computes,
+    grouped,
     innermost_claim,
     is_blamed_on,
     started_by,
     usable_devices,
 )
-from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Finding, Gap, GpuProcess, ProcessIdentity, Snapshot, Subject
 from gpuguard.policies.arrivals import Arrivals

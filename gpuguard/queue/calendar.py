@@ -14,7 +14,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from gpuguard.grouping import grouped
+from gpuguard.device_state import grouped
 from gpuguard.locale.messages import sentence
 
 HORIZON_SECONDS = 86400.0  # a job of unknown length keeps no further away from a reservation than this

@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from gpuguard.device_state import grouped
 from gpuguard.errors import InvalidRequest
-from gpuguard.grouping import grouped
 from gpuguard.locale import _
 from gpuguard.request import Request
 from gpuguard.units import parse_duration, parse_leftover, parse_percent

@@ -27,9 +27,9 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     restriction_files,
 )
+from gpuguard.device_state import grouped
 from gpuguard.eligibility import Sharing
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.grouping import grouped, summed
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Snapshot
@@ -304,16 +304,18 @@ def expected_end(claim: ClaimRecord, now: float) -> float | None:
 
 def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
     """Add up the use of all uids of each user; otherwise a new uid for each job would always have used nothing."""
-    return summed((owner, usage[uid]) for uid, owner in accountable_uids(usage).items())
+    uses = grouped((owner, usage[uid]) for uid, owner in accountable_uids(usage).items())
+    return {owner: sum(own) for owner, own in uses.items()}
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
     """uid -> GPU-seconds of the claims that live, for where the use of earlier ones is not known."""
-    return summed(
+    uses = grouped(
         (claim.uid, len(claim.devices) * max(0.0, now - claim.since))
         for claim in claims
         if claim.since is not None and claim.uid >= 0
     )
+    return {uid: sum(own) for uid, own in uses.items()}
 
 
 def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:

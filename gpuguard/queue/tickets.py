@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock, written_at
 from gpuguard.claims.records import files_by_user, first_of_each, is_id, unfinished_path
 from gpuguard.claims.restrictions import SET_BACK, read_restrictions
+from gpuguard.device_state import grouped
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.files import (
     UntrustedFile,
@@ -40,7 +41,6 @@ from gpuguard.files import (
     status_in_place,
     write_all,
 )
-from gpuguard.grouping import summed
 from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.locale import _
 from gpuguard.locale.messages import dumps, plain, sentence
@@ -478,8 +478,8 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
     """Return uid -> GPUs that all requests of that user ask for, at least one each, or None if *waiting* is unknown."""
     if waiting is None:
         return None
-    gpus = ((ticket.uid, ticket.num_gpus if ticket.requests else 1) for ticket in waiting)
-    return summed((uid, min(max(0, number), MOST_WANTED)) for uid, number in gpus)
+    gpus = grouped((ticket.uid, ticket.num_gpus if ticket.requests else 1) for ticket in waiting)
+    return {uid: sum(min(max(0, number), MOST_WANTED) for number in numbers) for uid, numbers in gpus.items()}
 
 
 def wake(directory: LockDirectory, tickets: Collection[Ticket], message: bytes) -> None:

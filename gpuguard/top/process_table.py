@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
-from gpuguard.grouping import grouped
+from gpuguard.device_state import DeviceUse, ProcessUse, grouped, may_compute
 from gpuguard.locale import N_, _
 from gpuguard.model import ProcessIdentity
 from gpuguard.procfs import read_memory, start_time

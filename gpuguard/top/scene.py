@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuguard.batch.public import PublicJob
-from gpuguard.device_state import DeviceUse
-from gpuguard.grouping import grouped
+from gpuguard.device_state import DeviceUse, grouped
 from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse
 from gpuguard.queue.priority import Ticket

@@ -16,9 +16,8 @@ from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.logout import ENDS, STAYS
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
-from gpuguard.device_state import instances_title
+from gpuguard.device_state import grouped, instances_title
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
-from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpuguard.device_state import EXACT_STATES, UserTotal
+from gpuguard.device_state import EXACT_STATES, UserTotal, grouped
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply
-from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.sanitize import neutral_command
 from gpuguard.tables import shorten, table

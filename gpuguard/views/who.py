@@ -11,9 +11,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
-from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, may_compute, user_label
+from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, grouped, may_compute, user_label
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
-from gpuguard.grouping import grouped
 from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Snapshot
