@@ -6,7 +6,7 @@ A vendor is one value here, and the field `vendor` of a device names it.  This m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -212,12 +212,6 @@ UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.val
 def vendor_of(device: Device) -> Vendor:
     """Return the vendor of a device, or NVIDIA if only the later gpuguard that recorded the device knows its vendor."""
     return VENDORS.get(device.vendor, NVIDIA)
-
-
-def vendors_of(devices: Iterable[Device]) -> list[Vendor]:
-    """Return the vendors of *devices* in the order of VENDORS, or NVIDIA if there is no device."""
-    names = {device.vendor for device in devices} or {NVIDIA.name}
-    return [vendor for vendor in VENDORS.values() if vendor.name in names]
 
 
 def vendor_of_model(name: str) -> str:

@@ -10,8 +10,15 @@ from collections.abc import Mapping, Sequence
 import pytest
 from builders import a_device, a_mig_instance, a_uuid
 
-from gpuguard.clusters.device_lists import devices_called, environment_of, groups_needed, names_of, renumbered
-from gpuguard.clusters.visible_devices import outer_devices, visible_uuids
+from gpuguard.clusters.visible_devices import (
+    devices_called,
+    environment_of,
+    groups_needed,
+    names_of,
+    outer_devices,
+    renumbered,
+    visible_uuids,
+)
 from gpuguard.model import HEALTH, MODEL, Device
 
 # The machines.  A number is what the vendor's variables call the device: see Device.number.
@@ -316,6 +323,10 @@ ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_D
 )
 def test_a_list_is_read_as_its_runtime_reads_it(environ, name, allowed):
     assert left(environ, name) == allowed
+
+
+def test_a_device_of_a_vendor_that_only_a_later_gpuguard_knows_has_the_list_of_nvidia():
+    assert environment_of([a_device(2, vendor="later")])["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 def test_the_reason_names_all_lists_that_count():
