@@ -25,6 +25,7 @@ from nodes import eventually, remove, start
 from proc import born_with
 from users import SharedMachine, identity, interpreter
 
+from gpuguard.cli import setup
 from gpuguard.errors import GpuguardError
 from gpuguard.model import HEALTH
 
@@ -85,9 +86,15 @@ class Brokered(SharedMachine):
 
     def begin(self) -> None:
         """Set it up, and start its daemon if it needs one."""
-        self.setup(*([] if self.kind == "everybody" else ["--broker"]))
-        if self.kind != "everybody":
-            self.start_daemon()
+        # What `gpuguard setup` does, without a process of its own: test_setup_command shows the command.
+        path, user = self.environment["GPUGUARD_DIR"], KEEPER.pw_name if self.kind == "keeper" else "root"
+        setup.make_directory(path, self.uuids)
+        if self.kind == "everybody":
+            return
+        if self.kind == "keeper":
+            setup.make_daemon_directory(path, user)
+        setup.change_broker(path, user, brokered=True)
+        self.start_daemon()
 
     def setup(self, *options: str) -> subprocess.CompletedProcess[str]:
         user = ["--daemon-user", KEEPER.pw_name] if self.kind == "keeper" else []

@@ -146,7 +146,7 @@ def main(args: argparse.Namespace) -> int:
         raise LockDirectoryError(_("only root can give the lock files to the daemon alone.  Run it with sudo."))
     make_directory(path, uuids)
     if user != "root":
-        _make_daemon_directory(path, user)
+        make_daemon_directory(path, user)
     if broker or _is_brokered(path):
         change_broker(path, user, brokered=broker)
 
@@ -311,7 +311,7 @@ def make_directory(path: str, uuids: list[str]) -> None:
     make_lock_files(lock_directory(path), uuids)
 
 
-def _make_daemon_directory(path: str, name: str) -> None:
+def make_daemon_directory(path: str, name: str) -> None:
     """Make the directory of the daemon in *path*, or give the one that is there to *name*."""
     place = f"{path}/{NAME}"
     if (account := installation.account_of(name)) is None:
