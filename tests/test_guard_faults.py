@@ -35,8 +35,8 @@ def campaign(fake: FakeNvml, *words: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("every_code", 40),
-        ("the_last_look", 30),
+        ("every_code", 35),
+        ("the_last_look", 15),
         ("values", 25),
         ("lists", 20),
         ("ended", 4),
