@@ -107,16 +107,17 @@ EVERY_RULE = tuple(
         exempt=(EXEMPTION,) * scoped,
         steps=(Step("warn"), Step("terminate")), at_most_users=99, at_most_processes=999,
     )
-    for name in RULES for place, rule in enumerate(shown(name, RULES[name])) for scoped in (0, 1)
+    for number, name in enumerate(RULES) for place, rule in enumerate(shown(name, RULES[name]))
+    for scoped in ((number % 2,) if THE_SAME else (0, 1))
 )  # fmt: skip
 
 
 def others(noun):
-    """(what is other, the noun) for each field and each second value that it may have (in campaigns: each)."""
+    """(what is other, the noun) for each field and each third value that it may have (in campaigns: each)."""
     for place, (name, hint) in enumerate(type(noun).__annotations__.items()):
         plain = hint.removesuffix(" | None")
         values = [(), *([each] for each in TEXTS)] if plain.startswith("tuple[str") else OF_HINT.get(plain, ())
-        for value in (*(values[place % 2 :: 2] if THE_SAME else values), *([None] if plain != hint else [])):
+        for value in (*(values[place % 3 :: 3] if THE_SAME else values), *([None] if plain != hint else [])):
             value = tuple(value) if isinstance(value, list) else value
             yield f"{type(noun).__name__}.{name} = {value!r:.40}", replace(noun, **{name: value})
 
