@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chances  # noqa: F401  (what hypothesis throws, before any test is read)
 import pytest
@@ -162,6 +164,13 @@ def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
 
     with Wrapped(tmp_path) as machine:
         yield machine
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Callable[..., Any]]:
+    """Call a function that forks often in an interpreter with little in its memory: a fork of this one takes long."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as interpreter:
+        yield lambda function, *words, **named: interpreter.submit(function, *words, **named).result()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """MIG instances by profile, and how instances and their whole GPU exclude each other, at one moment too."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
@@ -13,6 +14,8 @@ from sharing import winners
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import InvalidRequest, NotEnoughGpus
 from gpuguard.request import Request
+
+Fresh = Callable[..., Any]  # the fixture
 
 
 def divided() -> Machine:
@@ -112,23 +115,26 @@ def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(di
 
 @pytest.mark.parametrize("gate", [True, False], ids=["with the gate", "without the gate"])
 @pytest.mark.parametrize("shared", [False, True], ids=["instances alone", "instances shared"])
-def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(tmp_path, shared, gate):
-    won = list(rounds(tmp_path, Request(share=True, memory=GIB, max_util=100.0) if shared else Request(), gate=gate))
+def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(fresh, tmp_path, shared, gate):
+    part = Request(share=True, memory=GIB, max_util=100.0) if shared else Request()
+    won = list(rounds(fresh, tmp_path, part, gate=gate))
 
     assert not any(whole and parts for whole, parts in won)
     assert all(whole + bool(parts) == 1 for whole, parts in won) or not gate
     assert any(whole or parts for whole, parts in won)
 
 
-def test_the_race_shows_locks_that_exclude_nobody(tmp_path: Path) -> None:
-    assert any(whole and parts for whole, parts in rounds(tmp_path, Request(), gate=False, variant="no-exclusion"))
+def test_the_race_shows_locks_that_exclude_nobody(fresh: Fresh, tmp_path: Path) -> None:
+    won = rounds(fresh, tmp_path, Request(), gate=False, variant="no-exclusion")
+
+    assert any(whole and parts for whole, parts in won)
 
 
-def rounds(place: Path, part: Request, *, gate: bool, variant: str = "none") -> Iterator[tuple[int, int]]:
+def rounds(fresh: Fresh, place: Path, part: Request, *, gate: bool, variant: str = "none") -> Iterator[tuple[int, int]]:
     """Races for one GPU: how many got it whole, and how many an instance."""
     parent, directory = a_device(0, mig_mode=True), lock_directory(str(place))
     whole, parts = Machine(a_device(0)), Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
     contenders = [(whole, Request()), (parts, part)] * 4
     for _ in range(often(24)):
-        won = winners(directory, contenders, gate=gate, variant=variant)
+        won = fresh(winners, directory, contenders, gate=gate, variant=variant)
         yield sum(won[::2]), sum(won[1::2])
