@@ -161,7 +161,8 @@ def test_a_pipe_that_nobody_writes_into_keeps_no_command_waiting(gpuguard, tmp_p
 def renames(module: ast.AST) -> list[int]:
     """The lines on which *module* gives a file another name."""
     calls = (node for node in ast.walk(module) if isinstance(node, ast.Call))
-    plain = (call for call in calls if ast.unparse(call.func) in ("os.rename", "os.replace"))
+    named = (call for call in calls if getattr(call.func, "attr", "") in ("rename", "replace"))
+    plain = (call for call in named if ast.unparse(call.func) in ("os.rename", "os.replace"))
     return [call.lineno for call in plain if not any(word.arg == "src_dir_fd" for word in call.keywords)]
 
 
