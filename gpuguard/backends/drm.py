@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model, procfs
 from gpuguard.backends.plausibility import implausibility
+from gpuguard.device_state import grouped
 from gpuguard.files import closed_after
-from gpuguard.grouping import grouped
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, Device, Gap, GpuProcess, Snapshot
 from gpuguard.users import accountable_uids
