@@ -60,8 +60,8 @@ with open(os.environ["PLACE"] + "/samples", "a") as notes:
         return look(self, *words)
     descriptor = os.open(notes.name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     isolated.WorkerBackend.sample = noted
-from gpuguard.cli import main
-sys.exit(main(sys.argv[1:]))
+from gpuguard.__main__ import main
+main()
 """
 JOB = """
 import fcntl, os, sys, time
