@@ -26,7 +26,6 @@ from gpuguard.claims.directory import last_about
 from gpuguard.enforcement import signals
 from gpuguard.errors import EXIT_TIMEOUT, BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
-from gpuguard.jobs.meter import JobMeter
 from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
     NEVER,
@@ -190,8 +189,6 @@ class JobSupervisor:
         self.claim, self.backend, self.notify, self.later = claim, backend, notify, later
         self.settings, self.limits = settings, settings.limits
         self.escalation = Escalation(time.monotonic(), settings.time_limit, settings.grace, settings.checkpoint)
-        # The numbers of a shared device are not the job's alone, but also its neighbours'.
-        self.meter = JobMeter([device.uuid for device in claim.devices] if claim.memory is None else ())
         self.surroundings: Surroundings | None = None  # from the first sample on: a short job does not load it
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal
@@ -308,13 +305,20 @@ class JobSupervisor:
     def count(self, snapshot: Snapshot) -> None:
         """Add a sample to the numbers of the job, and tell its user which other processes are on its devices."""
         around = self.surroundings
-        strangers = around.strangers(snapshot) if around else []
-        self.meter.add(snapshot, strangers)
-        news: list[tuple[EventKind, str]] = [("stranger", text) for text in around.news(strangers)] if around else []
-        news += [("outside", text) for text in around.look(self.family)] if around else []
+        if around is None:
+            return
+        strangers = around.strangers(snapshot)
+        around.meter.add(snapshot, strangers)
+        news: list[tuple[EventKind, str]] = [("stranger", text) for text in around.news(strangers)]
+        news += [("outside", text) for text in around.look(self.family)]
         for kind, text in news:
             log_claim(kind, "owner warned", self.claim, text)
             self.notify(translated(text))
+
+    def count_after(self, snapshot: Snapshot) -> None:
+        """Add a sample that was taken after the job to its numbers."""
+        if self.surroundings:
+            self.surroundings.meter.add_after(snapshot)
 
     def check_claim(self) -> None:
         """Answer a release request for the claim, and hold the claim.  Raises ClaimLost if it is no longer ours."""
@@ -420,8 +424,9 @@ class JobSupervisor:
             return
         living = self.pid if self.status is None else None
         finding = self.limits.judge(snapshot, self.family(), TICK_SECONDS, pid=living)
-        if self.claim.memory is not None and finding.used is not None:
-            self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
+        if self.surroundings and self.claim.memory is not None and finding.used is not None:
+            meter = self.surroundings.meter
+            meter.peak_memory = max(meter.peak_memory or 0, finding.used)
         for text in finding.over:
             log_claim("share", "owner warned", self.claim, text)
         for text in (*finding.blind, *finding.over):
@@ -459,7 +464,7 @@ class JobSupervisor:
         received = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
         self.reap()
         if self.limits and time.monotonic() >= self.tick_at:
-            self.sample(self.meter.add_after)
+            self.sample(self.count_after)
             self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
         if received and received.si_signo == signals.CHECK_CLAIM:
             self.check_claim()
@@ -489,14 +494,15 @@ class JobSupervisor:
         why = by_policy or self.words_for_end(cause)
         self.settings.on_end(status, why, cause)
         outcome, interrupted_by = self.release()
+        meter = self.surroundings.meter if self.surroundings else None
         ended = JobEnd(
             status=status,
             die_of=interrupted_by or die_of,
             wall_time=wall_time,
             outcome=outcome,
-            peak_memory=self.meter.peak_memory,
-            utilization=self.meter.utilization(),
-            energy=self.meter.energy(),
+            peak_memory=meter.peak_memory if meter else None,
+            utilization=meter.utilization() if meter else None,
+            energy=meter.energy() if meter else None,
             killed_by=self.killed_by,
             why=why,
             policy=policy,
@@ -528,7 +534,7 @@ class JobSupervisor:
             self.backend,
             pause=self.pause,
             notify=self.notify,
-            count=self.meter.add_after if self.meter.counts else None,
+            count=self.count_after if self.surroundings and self.surroundings.meter.counts else None,
             tolerance=self.settings.tolerance,
             others=self.others,
             longest=DRAIN_SECONDS if self.claim.memory is None else SHARED_DRAIN_SECONDS,

@@ -20,7 +20,7 @@ from supervised_job import UUIDS, end, first_line, python
 
 from gpuguard.cli.job_log import summary_line
 from gpuguard.history.store_schema import DEVICE_COLUMNS, UsageSums
-from gpuguard.jobs.meter import JobMeter
+from gpuguard.jobs.surroundings import JobMeter
 from gpuguard.run import JobEnd
 
 SIGNAL_MASKS = ("grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")

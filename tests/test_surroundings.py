@@ -17,8 +17,7 @@ from nodes import Gpuguard, start, until
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import BackendError
 from gpuguard.jobs import surroundings
-from gpuguard.jobs.meter import JobMeter
-from gpuguard.jobs.surroundings import Surroundings
+from gpuguard.jobs.surroundings import JobMeter, Surroundings
 from gpuguard.model import Gap, ProcessStat
 
 ME, BOB = os.getuid(), 4242

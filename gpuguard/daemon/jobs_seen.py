@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpuguard.device_state import claims_readable
 from gpuguard.enforcement.guard_limits import AuditQuota
-from gpuguard.jobs.meter import JobMeter
+from gpuguard.jobs.surroundings import JobMeter
 from gpuguard.model import ClaimRecord, Event, Snapshot
 
 LONGEST_COMMAND = 1000  # characters
