@@ -25,16 +25,16 @@ def main() -> NoReturn:
     if streams_open and reads_here and not _option(options, "--hosts") and not _option(options, "--hosts-file"):
         from gpuguard.backends import (  # loads subprocess and more, which --version and --help do not need
             BACKENDS,
-            auto,
             default_backend,
             parts_of,
+            resolved,
             spawn,
             worker,
         )
 
         named = _option(options, "--backend")  # it may belong to the job, as in `--backend nccl`
         name = named if named.partition(":")[0].partition(",")[0] in BACKENDS else default_backend()
-        for part in parts_of(auto.resolved(name, _option(options, "--vendor") or None)):
+        for part in parts_of(resolved(name, _option(options, "--vendor") or None)):
             spawn.start_early(part, worker.serve)
     from gpuguard.cli import main as run_and_exit  # while the worker loads what it needs
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpuguard.backends import Backend, auto, default_backend
+from gpuguard.backends import Backend, default_backend, resolved
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
@@ -555,8 +555,8 @@ def _lock_directory(directory: str | None, backend: str, *, make: bool = True) -
 def _backend_name(backend: str | None, vendor: str | None = None) -> str:
     """Return the backend, by the names of its vendors where only *vendor* brings an integrated GPU in."""
     name = backend or default_backend()
-    named = auto.resolved(name, vendor)
-    return name if named == auto.resolved(name, None) else named
+    named = resolved(name, vendor)
+    return name if named == resolved(name, None) else named
 
 
 # The program around a claim: parts that run already and would not see the devices, or that have them already.

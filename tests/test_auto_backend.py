@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from builders import a_device, a_snapshot
 
-from gpuguard.backends import BACKENDS, DEFAULT_BACKEND, auto, default_backend, open_backend
+from gpuguard import backends
+from gpuguard.backends import BACKENDS, DEFAULT_BACKEND, default_backend, open_backend
+from gpuguard.backends import merged as merging
 from gpuguard.backends.merged import MergedBackend
 from gpuguard.claims.directory import lock_directory
-from gpuguard.cli import build_parser
+from gpuguard.cli import build_parser, options
 from gpuguard.cli.options import name_backend
 from gpuguard.errors import BackendError, DriverMismatch, InvalidRequest
 from gpuguard.lock import Allocator
@@ -30,7 +32,7 @@ ALL = {vendor.backend: "" for vendor in VENDORS.values()}
 @pytest.fixture(autouse=True)
 def all_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each vendor has a backend."""
-    monkeypatch.setattr(auto, "BACKENDS", {**BACKENDS, **ALL})
+    monkeypatch.setattr(backends, "BACKENDS", {**BACKENDS, **ALL})
 
 
 class Tree:
@@ -59,7 +61,7 @@ class Tree:
         (folder / "class").write_text(f"{kind}\n")
 
     def backends(self, wanted: str | None = None) -> str:
-        return auto.backends_here(wanted, str(self.root))
+        return backends.backends_here(wanted, str(self.root))
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ def test_a_gpu_of_the_host_that_a_container_cannot_open_does_not_count(tree):
 
 def test_a_vendor_without_a_backend_is_not_named(tree, monkeypatch):
     radeon(tree)
-    monkeypatch.setattr(auto, "BACKENDS", {NVIDIA.backend: ""})
+    monkeypatch.setattr(backends, "BACKENDS", {NVIDIA.backend: ""})
 
     assert tree.backends() == "nvml"
 
@@ -174,11 +176,11 @@ def test_a_vendor_without_a_backend_is_not_named(tree, monkeypatch):
 def test_auto_is_the_default_and_the_backend_of_this_machine_opens_in_this_process(tmp_path, monkeypatch):
     monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
     assert default_backend() == DEFAULT_BACKEND == "auto"
-    assert auto.resolved("simulated:x,nvml", None) == "simulated:x,nvml"
+    assert backends.resolved("simulated:x,nvml", None) == "simulated:x,nvml"
 
-    monkeypatch.setattr(auto, "backends_here", lambda: "simulated")
+    monkeypatch.setattr(backends, "backends_here", lambda: "simulated")
     assert open_backend(f"auto:{tmp_path}").name == "simulated"
-    monkeypatch.setattr(auto, "backends_here", lambda: "nvml,smi")
+    monkeypatch.setattr(backends, "backends_here", lambda: "nvml,smi")
     with pytest.raises(InvalidRequest, match="several backends"):
         open_backend("auto")
 
@@ -194,9 +196,8 @@ def test_auto_is_the_default_and_the_backend_of_this_machine_opens_in_this_proce
 )
 def test_a_wanted_integrated_gpu_is_named_for_the_commands_of_the_job_too(monkeypatch, words, here, wanted, named):
     monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
-    resolved = auto.resolved.__wrapped__
-    monkeypatch.setattr(auto, "resolved", resolved)
-    monkeypatch.setattr(auto, "backends_here", lambda vendor=None: wanted if vendor else here)
+    monkeypatch.setattr(options, "resolved", backends.resolved.__wrapped__)
+    monkeypatch.setattr(backends, "backends_here", lambda vendor=None: wanted if vendor else here)
     args = build_parser("run").parse_args([*words, "true"])
     name_backend(args)
 
@@ -207,10 +208,10 @@ def test_a_wanted_integrated_gpu_is_named_for_the_commands_of_the_job_too(monkey
 
 COUNTED = """
 import os, sys
-from gpuguard.backends import auto
+from gpuguard.backends import backends_here
 sys.addaudithook(lambda event, args: print(event, *args[:1]) if event in ("open", "os.listdir") else None)
 before = set(sys.modules)
-print(auto.backends_here(None, sys.argv[1]))
+print(backends_here(None, sys.argv[1]))
 print("modules", *(set(sys.modules) - before))
 """
 
@@ -269,8 +270,8 @@ def test_the_devices_of_several_vendors_stand_in_one_order_and_keep_the_numbers_
 def test_the_devices_that_were_never_read_keep_their_places(tree, monkeypatch):
     nvidia(tree)
     tree.gpu("nvidia", "0000:02:00.0")
-    folders = auto.gpu_folders
-    monkeypatch.setattr(auto, "gpu_folders", lambda vendor: folders(vendor, str(tree.root)))
+    folders = backends.gpu_folders
+    monkeypatch.setattr(merging, "gpu_folders", lambda vendor: folders(vendor, str(tree.root)))
     broken = Worker("nvml", fault=MISMATCH)
     snapshot = merged(broken, Worker("amd", *AMD2)).sample(())
 

@@ -26,7 +26,7 @@ from smi_files import a_program
 from sources import PACKAGE
 
 from gpuguard import errors, model
-from gpuguard.backends import Backend, auto
+from gpuguard.backends import Backend, client
 from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS
 from gpuguard.vendors import UUID_PREFIXES
@@ -228,7 +228,7 @@ class AllVendors:
 
     def _finds(self, nvidia: Path) -> None:
         found = f"intel:{self.intel.place},amd:{self.amd.root},simulated:{nvidia}"
-        self._monkeypatch.setattr(auto, "resolved", lambda name, vendor: found)
+        self._monkeypatch.setattr(client, "resolved", lambda name, vendor: found)
 
     @contextmanager
     def busy(self, index: int) -> Iterator[subprocess.Popen[str]]:

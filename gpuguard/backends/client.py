@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import RECORDED, auto, is_simulated, parts_of, spawn
+from gpuguard.backends import RECORDED, is_simulated, parts_of, resolved, spawn
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
@@ -57,7 +57,7 @@ def open_worker(
         InvalidRequest: the backends do not all show one machine at one time.
         BackendError: no process can be started now.
     """
-    name = auto.resolved(name, None)
+    name = resolved(name, None)
     parts = parts_of(name)
     if len(parts) == 1:
         return WorkerBackend(name, on_slow, desktop_memory, same_version=same_version)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import auto
+from gpuguard.backends import gpu_folders
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.model import Device, Gap, Snapshot, devices_of
@@ -120,7 +120,7 @@ def _vendor_of(name: str) -> str:
 def _bound(name: str) -> int:
     """Return how many GPUs of a backend the kernel has bound to their driver."""
     vendor = VENDORS.get(_vendor_of(name))
-    return 0 if vendor is None or ":" in name else len(auto.gpu_folders(vendor))
+    return 0 if vendor is None or ":" in name else len(gpu_folders(vendor))
 
 
 def _unread(device: Device) -> Device:

@@ -18,7 +18,7 @@ from importlib import metadata
 from itertools import chain
 from typing import Any
 
-from gpuguard.backends import DEFAULT_BACKEND, auto, dmem, parts_of
+from gpuguard.backends import DEFAULT_BACKEND, dmem, parts_of, resolved
 from gpuguard.backends.drm import Card, cards
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.batch.dispatchers import stalled_jobs
@@ -81,7 +81,7 @@ def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     variables = dict.fromkeys([*chain.from_iterable(of_vendors), "SLURM_JOB_ID", "GPUGUARD_CLAIM"])
     return DoctorFacts(
         host=os.uname().nodename,
-        backend=auto.resolved(args.backend, None),
+        backend=resolved(args.backend, None),
         uid=os.geteuid(),
         **driver,
         **_lock(args, devices),

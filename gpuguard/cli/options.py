@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend, auto, default_backend, is_simulated
+from gpuguard.backends import Backend, default_backend, is_simulated, resolved
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory, last_about, lock_directory
 from gpuguard.cli import terminal
@@ -232,7 +232,7 @@ def name_backend(args: argparse.Namespace) -> None:
     Other commands would not see that GPU, so those inside the job are told the name: see `gpuguard run`.
     """
     vendor, backend = getattr(args, "vendor", None), getattr(args, "backend", "")
-    if vendor and (named := auto.resolved(backend, vendor)) != auto.resolved(backend, None):
+    if vendor and (named := resolved(backend, vendor)) != resolved(backend, None):
         args.backend = named
 
 
