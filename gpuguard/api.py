@@ -23,6 +23,7 @@ from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import is_restricted
+from gpuguard.device_state import vendor_of
 from gpuguard.errors import (
     AlreadyClaimed,
     BackendError,
@@ -41,7 +42,7 @@ from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
 from gpuguard.source import desktop_memory, joined
 from gpuguard.units import format_bytes, local_time, parse_bytes, parse_duration
-from gpuguard.vendors import NVIDIA, VENDORS, vendor_of
+from gpuguard.vendors import NVIDIA, VENDORS
 
 if TYPE_CHECKING:
     from gpuguard.backends.merged import MergedBackend

@@ -22,7 +22,7 @@ from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import DRAWING, IDLE_TOLERANCE, ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.users import accountable_uid
-from gpuguard.vendors import vendor_of
+from gpuguard.vendors import NVIDIA, VENDORS, Vendor
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -471,6 +471,11 @@ def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset
 
 
 # Names of devices and users.
+
+
+def vendor_of(device: Device) -> Vendor:
+    """Return the vendor of a device, or NVIDIA if only the later gpuguard that recorded the device knows its vendor."""
+    return VENDORS.get(device.vendor, NVIDIA)
 
 
 def device_title(device: Device) -> str:

@@ -23,13 +23,13 @@ from gpuguard.device_state import (
     occupants,
     unlisted_memory,
     user_label,
+    vendor_of,
 )
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DRAWING, MOST_DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.request import Request, resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
-from gpuguard.vendors import vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

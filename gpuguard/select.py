@@ -16,7 +16,7 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import almost_empty, device_title, grouped, instances_title
+from gpuguard.device_state import almost_empty, device_title, grouped, instances_title, vendor_of
 from gpuguard.eligibility import (
     MIG_SET,
     Refusal,
@@ -38,7 +38,7 @@ from gpuguard.locale.messages import all_of, nsentence, sentence
 from gpuguard.model import ClaimRecord, Device, Gap, Snapshot, devices_of
 from gpuguard.request import Request, options_of, resolve, spelled
 from gpuguard.units import format_bytes, format_bytes_within, format_count, format_duration
-from gpuguard.vendors import VENDORS, vendor_of
+from gpuguard.vendors import VENDORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

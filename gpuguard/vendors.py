@@ -8,10 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpuguard.model import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +203,6 @@ _WHOLE_UUID = re.compile(
     rf"|GPU-{_NUMBER}|PCI-{_PLACE}|XCP-(?:{_NUMBER}|{_PLACE})-[0-7]"
 )
 UUID_PREFIXES = tuple(dict.fromkeys(vendor.uuid_prefix for vendor in VENDORS.values())) + INSTANCE_PREFIXES
-
-
-def vendor_of(device: Device) -> Vendor:
-    """Return the vendor of a device, or NVIDIA if only the later gpuguard that recorded the device knows its vendor."""
-    return VENDORS.get(device.vendor, NVIDIA)
 
 
 def vendor_of_model(name: str) -> str:

@@ -14,13 +14,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
+from gpuguard.device_state import vendor_of
 from gpuguard.errors import InvalidRequest, WaitTimeout
 from gpuguard.files import open_named
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, format_energy, local_time
-from gpuguard.vendors import vendor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,6 +35,7 @@ from gpuguard.cli.options import (
 )
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.device_state import vendor_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs import adoption, slurm_claim
@@ -44,7 +45,6 @@ from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, Even
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 from gpuguard.users import user_name
-from gpuguard.vendors import vendor_of
 from gpuguard.views.text import put
 
 PLACE = "/etc/slurm"

@@ -17,11 +17,11 @@ from typing import Literal
 
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import OVER, SLURM_SECONDS, SlurmReply, run_slurm
+from gpuguard.device_state import vendor_of
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
 from gpuguard.procfs import read_proc, uid_behind
-from gpuguard.vendors import vendor_of
 
 _TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.([\w+]+)\]")
 QUEUE_SECONDS = 5.0  # people wait for it

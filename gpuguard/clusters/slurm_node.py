@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gpuguard.device_state import vendor_of
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
-from gpuguard.vendors import vendor_of
 
 # A node has one of these files; it has the last one if the nodes of its cluster fetch their configuration.
 TRACES = (

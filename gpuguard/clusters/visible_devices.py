@@ -35,19 +35,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from gpuguard.device_state import vendor_of
 from gpuguard.locale import _, ngettext
 from gpuguard.model import HEALTH, MODEL, Device
-from gpuguard.vendors import (
-    AMD,
-    INTEL,
-    MTHREADS,
-    NVIDIA,
-    UUID_PREFIXES,
-    VENDORS,
-    Vendor,
-    names_instance,
-    vendor_of,
-)
+from gpuguard.vendors import AMD, INTEL, MTHREADS, NVIDIA, UUID_PREFIXES, VENDORS, Vendor, names_instance
 
 Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
 Source = Callable[[Mapping[str, str], Sequence[Device]], "Opinion | None"]

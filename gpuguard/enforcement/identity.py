@@ -22,10 +22,11 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from gpuguard.device_state import vendor_of
 from gpuguard.policies.policy import interactive_use
 from gpuguard.procfs import LONGEST, in_time, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
-from gpuguard.vendors import DRM_MAJOR, DRM_NODES, VENDORS, vendor_of
+from gpuguard.vendors import DRM_MAJOR, DRM_NODES, VENDORS
 
 if TYPE_CHECKING:
     from gpuguard.model import Device

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 from gpuguard import procfs
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, vendor_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import close_all
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
-from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor, vendor_of
+from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend

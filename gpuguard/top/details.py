@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuguard.device_state import DeviceUse, model_name
+from gpuguard.device_state import DeviceUse, model_name, vendor_of
 from gpuguard.locale import _
 from gpuguard.model import CLOCKS, ECC, MEDIA, PCIE, Device, GpuProcess
 from gpuguard.sanitize import neutralise
 from gpuguard.top.process_table import ProcessRow, heading
 from gpuguard.top.scene import Scene
 from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
-from gpuguard.vendors import vendor_of
 
 FIELDS = frozenset({CLOCKS, ECC, MEDIA, PCIE})  # beside model.WHO_FIELDS
 Pair = tuple[str, "str | None"]  # label and value; None: not known

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.device_state import FREE, DeviceUse, model_name
+from gpuguard.device_state import FREE, DeviceUse, model_name, vendor_of
 from gpuguard.locale import _, translated
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.tables import padded, shorten
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
 from gpuguard.units import NOT_AVAILABLE, format_duration, format_rounded
-from gpuguard.vendors import vendor_of
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.columns import WIDE, WIDEST, DeviceColumn, top_columns
 from gpuguard.views.who import LABELS

@@ -16,14 +16,14 @@ from gpuguard.batch.dispatchers import StalledJobs
 from gpuguard.batch.logout import ENDS, STAYS
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.disk_room import SCARCE, Room
-from gpuguard.device_state import grouped, instances_title
+from gpuguard.device_state import grouped, instances_title, vendor_of
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.locale import N_, _, ngettext, translated
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.tables import padded, table
 from gpuguard.units import format_count
-from gpuguard.vendors import NVIDIA, Vendor, vendor_of
+from gpuguard.vendors import NVIDIA, Vendor
 from gpuguard.views.jobs import stalled_advice, stalled_text
 from gpuguard.views.text import Paint, wrapped
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuguard.device_state import device_title
+from gpuguard.device_state import device_title, vendor_of
 from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.locale import _, translated
@@ -17,7 +17,6 @@ from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
 from gpuguard.tables import table
 from gpuguard.units import format_bytes, format_count
-from gpuguard.vendors import vendor_of
 from gpuguard.views.text import Paint, picked
 from gpuguard.views.who import share_left
 
