@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NewType
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from gpuguard.policies.view import RuleKind
+    from gpuguard.policies.rule import RuleKind
 
 # The groups of fields that a sample can read.  A caller names the groups that it needs, and no driver call is made for
 # the others.  Each field of Device names its group.  The numbers are driver calls per device; index and uuid are always

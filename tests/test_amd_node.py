@@ -32,9 +32,10 @@ from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.enforcement.guard_limits import PastAction
 from gpuguard.model import ALL_FIELDS, Finding, Snapshot
 from gpuguard.policies.policy import unjudged
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.thresholds import HealthRule
-from gpuguard.policies.view import Rule, RuleView
+from gpuguard.policies.view import RuleView
 from gpuguard.procfs import boot_clock
 from gpuguard.ray import guarded
 

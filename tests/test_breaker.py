@@ -13,9 +13,10 @@ from gpuguard.model import Finding, Gap, Subject
 from gpuguard.policies.idle import AgeRule
 from gpuguard.policies.policy import Step
 from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rule import Evidence
 from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import Evidence, RuleView, process_subject
+from gpuguard.policies.view import RuleView, process_subject
 
 
 def crowd(users: int, each: int = 1, **fields):

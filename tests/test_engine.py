@@ -12,7 +12,8 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Finding, Gap, Subject, Verdict
 from gpuguard.policies.engine import Effect, EngineMemory, EscalationState, Hit, next_step
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
-from gpuguard.policies.view import HostUse, RuleKind, RuleView, claim_subject, process_subject
+from gpuguard.policies.rule import RuleKind
+from gpuguard.policies.view import HostUse, RuleView, claim_subject, process_subject
 
 NOBODY = a_device(processes=())
 

@@ -15,8 +15,9 @@ from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot
 from gpuguard.policies.action_kinds import DESTRUCTIVE
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import KILL_AFTER, Exemption, Policy, Step
+from gpuguard.policies.rule import Rule, RuleKind
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import HostUse, Rule, RuleKind, computing_processes, process_subject
+from gpuguard.policies.view import HostUse, computing_processes, process_subject
 
 DEVICES, USERS, INTERVAL, LENGTH = 3, 3, 10, 24
 FULL, GARBLED, LISTLESS, ABSENT = "full", "garbled", "listless", "absent"

@@ -27,7 +27,7 @@ from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, ON_PROCESSES
-from gpuguard.policies.view import RuleKind
+from gpuguard.policies.rule import RuleKind
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 

@@ -23,8 +23,8 @@ from gpuguard.errors import GpuguardError
 from gpuguard.model import Event
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Policy
+from gpuguard.policies.rule import RuleKind
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import RuleKind
 from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 

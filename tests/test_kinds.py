@@ -23,9 +23,10 @@ from gpuguard.jsonio import decode
 from gpuguard.model import ALL_FIELDS, GROUPED_FIELDS, NVLINK, NVLINK_FLOW, PCIE, WHO_FIELDS, ActionName, Device
 from gpuguard.policies.action_kinds import ACTION_KINDS, HARMFUL
 from gpuguard.policies.expression import EXAMPLES, NAMES, NUMBER, TEXT, TEXTS, TRUTH, ExpressionRule, parse_expression
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.undeclared import extremes, undeclared
-from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject, recent
+from gpuguard.policies.view import device_subject, recent
 from gpuguard.policy_files.keys import BreakerKeys, PolicyKeys, StepKeys
 from gpuguard.units import NOT_AVAILABLE
 from gpuguard.views.columns import FLEET_COLUMNS
@@ -35,7 +36,8 @@ NARROW_LINK = '''
 from dataclasses import dataclass
 
 from gpuguard.model import PCIE, Finding
-from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import device_subject
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ SCRATCHED = '''
 from dataclasses import dataclass
 
 from gpuguard.model import ECC, Finding
-from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, device_subject
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import device_subject
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,8 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import AGAIN_SECONDS, PolicyStatus, evaluate, policy_status
 from gpuguard.policies.policy import KILL_AFTER, KeptMark, Step
-from gpuguard.policies.view import (
-    MOST,
-    HostUse,
-    Rule,
-    RuleKind,
-    RuleNeeds,
-    RuleView,
-    ValueSeries,
-    claim_subject,
-    device_subject,
-    process_subject,
-)
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import MOST, HostUse, RuleView, ValueSeries, claim_subject, device_subject, process_subject
 from gpuguard.views.policy import status_lines
 from gpuguard.watchdog import Watchdog
 

@@ -21,9 +21,10 @@ from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Exemption, Policy, Scope, Step
+from gpuguard.policies.rule import Rule, RuleKind
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import ProcessesRule
-from gpuguard.policies.view import HostUse, Rule, RuleKind, RuleView, device_subject, process_subject
+from gpuguard.policies.view import HostUse, RuleView, device_subject, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_rate, parse_watts
 from gpuguard.watchdog import Watchdog
 

@@ -29,6 +29,7 @@ from gpuguard.model import CLOCKS, ECC, ClaimRecord, Device, ProcessStat, Subjec
 from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.thresholds import (
     HealthRule,
     HostCpuRule,
@@ -45,7 +46,6 @@ from gpuguard.policies.view import (
     HostUse,
     MachineUse,
     Past,
-    Rule,
     RuleView,
     SampleRhythm,
     UserUse,

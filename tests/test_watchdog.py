@@ -24,8 +24,8 @@ from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import KILL_AFTER, Policy, Step
+from gpuguard.policies.rule import Rule, RuleKind
 from gpuguard.policies.thresholds import MemoryRule
-from gpuguard.policies.view import Rule, RuleKind
 from gpuguard.request import Request
 from gpuguard.units import parse_memory_amount
 from gpuguard.watchdog import SiteRules, Watchdog, pace

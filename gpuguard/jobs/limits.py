@@ -39,7 +39,7 @@ from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.units import Amount, format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from gpuguard.policies.view import Rule
+    from gpuguard.policies.rule import Rule
 
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
 _HERE = N_("this is a pid namespace of its own (a container), where the driver's pids name no process")

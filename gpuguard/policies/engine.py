@@ -48,8 +48,8 @@ from gpuguard.policies.policy import (
     is_interactive,
     narrowed,
 )
+from gpuguard.policies.rule import Evidence
 from gpuguard.policies.view import (
-    Evidence,
     Past,
     RuleView,
     SampleIndex,

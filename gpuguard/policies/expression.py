@@ -26,16 +26,8 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, WHO_FIELDS, Device, DeviceField, Finding, GpuProcess
-from gpuguard.policies.view import (
-    HostUse,
-    Rule,
-    RuleKind,
-    RuleNeeds,
-    RuleView,
-    computing,
-    device_subject,
-    process_subject,
-)
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import HostUse, RuleView, computing, device_subject, process_subject
 from gpuguard.units import (
     format_bytes,
     format_duration,

@@ -20,12 +20,9 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
+from gpuguard.policies.rule import Evidence, Rule, RuleKind, RuleNeeds
 from gpuguard.policies.usage import strangers
 from gpuguard.policies.view import (
-    Evidence,
-    Rule,
-    RuleKind,
-    RuleNeeds,
     RuleView,
     claim_subject,
     computing,

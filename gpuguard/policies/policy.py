@@ -26,7 +26,8 @@ from gpuguard.model import (
     Subject,
     Verdict,
 )
-from gpuguard.policies.view import Evidence, Rule, SampleIndex, reach_of
+from gpuguard.policies.rule import Evidence, Rule
+from gpuguard.policies.view import SampleIndex, reach_of
 from gpuguard.units import Amount, format_duration, parse_celsius, parse_power_amount
 from gpuguard.vendors import UUID_PREFIXES
 

@@ -12,16 +12,8 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Finding, GpuProcess, Subject
-from gpuguard.policies.view import (
-    Evidence,
-    Rule,
-    RuleKind,
-    RuleNeeds,
-    RuleView,
-    claim_subject,
-    computing,
-    process_subject,
-)
+from gpuguard.policies.rule import Evidence, Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import RuleView, claim_subject, computing, process_subject
 from gpuguard.units import Amount, format_bytes, format_duration, parse_device_amount, parse_duration, parse_percent
 
 

@@ -1,6 +1,6 @@
 """The table of rules, by their names in policy files, and what the rules of some policies need together.
 
-Everything else about a rule stands in its class: see view.Rule.
+Everything else about a rule stands in its class: see rule.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rule import Rule, RuleNeeds
 from gpuguard.policies.thresholds import (
     HealthRule,
     HostCpuRule,
@@ -26,7 +27,6 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import Rule, RuleNeeds
 
 RULES: dict[str, type[Rule]] = {
     rule.kind.name: rule

@@ -16,10 +16,8 @@ from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.job_processes import JobMember, jobs_of, member_of
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
 from gpuguard.policies.view import (
-    Rule,
-    RuleKind,
-    RuleNeeds,
     RuleView,
     UserUse,
     computing,

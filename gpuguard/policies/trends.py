@@ -16,7 +16,8 @@ from gpuguard.device_state import device_title
 from gpuguard.locale import N_
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.policies.view import Rule, RuleKind, RuleNeeds, RuleView, clock_of, covers, findings_where
+from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import RuleView, clock_of, covers, findings_where
 from gpuguard.units import Rate, format_bytes, format_duration, parse_duration, parse_percent, parse_rate
 
 POINTS = 24  # 276 pairs

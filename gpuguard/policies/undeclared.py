@@ -11,7 +11,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from gpuguard.model import GROUPED_FIELDS, WHO_FIELDS, ClaimRecord, Device, GpuProcess, Snapshot
-from gpuguard.policies.view import HostUse, MachineUse, Rule, RuleView, UserUse
+from gpuguard.policies.rule import Rule
+from gpuguard.policies.view import HostUse, MachineUse, RuleView, UserUse
 
 _EXTREMES: dict[str, tuple[Any, Any]] = {  # by the first word of a field's type
     "int": (0, 2**40), "float": (0.0, 1e12), "bool": (False, True), "str": ("", "/x"), "tuple[str,": ((), ("x",)),

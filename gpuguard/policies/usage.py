@@ -16,17 +16,8 @@ from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
 from gpuguard.policies.policy import parse_path
-from gpuguard.policies.view import (
-    Evidence,
-    Rule,
-    RuleKind,
-    RuleNeeds,
-    RuleView,
-    claim_subject,
-    computing,
-    computing_processes,
-    process_subject,
-)
+from gpuguard.policies.rule import Evidence, Rule, RuleKind, RuleNeeds
+from gpuguard.policies.view import RuleView, claim_subject, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
 

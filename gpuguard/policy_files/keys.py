@@ -20,8 +20,8 @@ from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY
 from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies.policy import Audience, Exemption, Until, parse_path
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import Rule
 from gpuguard.units import parse_bytes, parse_duration, parse_percent
 from gpuguard.yaml_files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
 

@@ -20,7 +20,7 @@ from gpuguard.enforcement.identity import Protected
 from gpuguard.locale import N_, _, translated
 from gpuguard.policies.action_kinds import DISRUPTIVE
 from gpuguard.policies.policy import INTERACTIVE_SECONDS, KEPT_SECONDS, KEPT_WITHIN, Policy, Scope, Step
-from gpuguard.policies.view import Evidence
+from gpuguard.policies.rule import Evidence
 from gpuguard.policy_files.keys import DAYS
 from gpuguard.policy_files.last_good import PoliciesInForce
 from gpuguard.policy_files.loader import PolicyFile

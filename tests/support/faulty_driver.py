@@ -36,6 +36,7 @@ from gpuguard.policies.expression import ExpressionRule, parse_expression
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.thresholds import (
     HealthRule,
@@ -49,7 +50,7 @@ from gpuguard.policies.thresholds import (
 )
 from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import MachineUse, Rule, RuleView, UserUse, ValueSeries, process_subject
+from gpuguard.policies.view import MachineUse, RuleView, UserUse, ValueSeries, process_subject
 from gpuguard.units import parse_host_memory_amount, parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.watchdog import Watchdog
 

@@ -9,7 +9,8 @@ from builders import a_device, a_process, a_snapshot
 from gpuguard.model import Finding, Snapshot, Verdict
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.policy import Judgement, Policy, Step
-from gpuguard.policies.view import Rule, RuleKind, RuleView, device_subject, judged_processes, process_subject
+from gpuguard.policies.rule import Rule, RuleKind
+from gpuguard.policies.view import RuleView, device_subject, judged_processes, process_subject
 
 START = 10_000.0  # clock of the first sample
 

@@ -13,11 +13,11 @@ from typing import Any
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, claims_first
 
 from gpuguard.model import GROUPED_FIELDS, WHO_FIELDS, Device
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.undeclared import extremes
 from gpuguard.policies.view import (
     HostUse,
     MachineUse,
-    Rule,
     RuleView,
     UserUse,
     device_subject,
