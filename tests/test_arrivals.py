@@ -7,10 +7,9 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 from ladders import a_policy
 
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, ProcessStat, Snapshot
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.engine import EngineMemory, evaluate
 from gpuguard.policies.usage import TrespassRule
-from gpuguard.policies.view import RuleView
+from gpuguard.policies.view import Arrivals, RuleView
 
 START, UNIX = 10_000.0, 1_700_000_000.0  # of the first look: CLOCK_BOOTTIME, and the unix time that it is then
 GPU = a_uuid(0)

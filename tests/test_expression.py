@@ -13,9 +13,8 @@ from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.expression import EXAMPLES, LONGEST, NAMES, ExpressionRule, NameSource, parse_expression
-from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.policies.view import Arrivals, HostUse, RuleView
 
 BOB = a_process(
     memory_used=40 * GIB, uid=1002, user="bob", utilization=3.0, start_time=1000.0, executable="/opt/conda/bin/python"

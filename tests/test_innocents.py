@@ -26,8 +26,8 @@ from gpuguard.enforcement import identity, preflight
 from gpuguard.errors import BackendError
 from gpuguard.model import Snapshot
 from gpuguard.policies import engine, usage
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.policy import Policy
+from gpuguard.policies.view import Arrivals
 from gpuguard.watchdog import Watchdog
 
 SCENARIOS = often(400)

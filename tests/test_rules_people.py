@@ -22,12 +22,11 @@ from ladders import a_policy
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap, ProcessStat
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.idle import AgeRule, IdleRule
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
-from gpuguard.policies.view import HostUse, device_subject
+from gpuguard.policies.view import Arrivals, HostUse, device_subject
 from gpuguard.units import parse_device_amount
 
 HOUR = 3600.0

@@ -32,7 +32,6 @@ from gpuguard.policies.action_kinds import (
     ON_PROCESSES,
     WHOLE,
 )
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.job_processes import JobMember, Jobs, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
@@ -50,6 +49,7 @@ from gpuguard.policies.policy import (
 )
 from gpuguard.policies.rule import Evidence
 from gpuguard.policies.view import (
+    Arrivals,
     Past,
     RuleView,
     SampleIndex,

@@ -11,9 +11,8 @@ from typing import Any
 
 from gpuguard import model
 from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject
-from gpuguard.policies.arrivals import Arrivals
 from gpuguard.policies.rule import Rule
-from gpuguard.policies.view import RuleView, Sample, device_subject, process_subject
+from gpuguard.policies.view import Arrivals, RuleView, Sample, device_subject, process_subject
 from gpuguard.queue.calendar import Reservation
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 

@@ -30,8 +30,8 @@ from gpuguard.backends import Backend, amd
 from gpuguard.enforcement import actions, identity, preflight, signals
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import WHO_FIELDS, Event, Finding, GpuProcess, Snapshot, Subject, Verdict
-from gpuguard.policies import arrivals
-from gpuguard.policies.arrivals import Arrivals
+from gpuguard.policies import view
+from gpuguard.policies.view import Arrivals
 from gpuguard.procfs import boot_clock
 from gpuguard.vendors import VENDORS
 
@@ -264,7 +264,7 @@ def plant(fault: str) -> None:
 
         preflight.check_process = remembered
     if fault == "any arrival":
-        arrivals.START_SLACK = -math.inf
+        view.START_SLACK = -math.inf
     for check in fault.split(",") if fault not in ("os.kill", "any arrival") else ():
         preflight.LATE[check] = preflight.PreflightCheck(lambda target: None)
 
