@@ -45,12 +45,11 @@ from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies import engine
 from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
-from gpuguard.policies.job_processes import JobMember, alone, member_of
 from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rule import RuleKind
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.usage import strangers
-from gpuguard.policies.view import MachineUse, RuleView, process_subject
+from gpuguard.policies.view import JobMember, MachineUse, RuleView, alone, member_of, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 from gpuguard.units import format_duration, parse_host_memory_amount

@@ -24,7 +24,7 @@ from gpuguard.enforcement.preflight import (
 )
 from gpuguard.locale import translated
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.policies.job_processes import JobMember
+from gpuguard.policies.view import JobMember
 from gpuguard.procfs import start_time
 
 UUID = a_uuid(0)

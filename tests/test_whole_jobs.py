@@ -18,11 +18,10 @@ from gpuguard.enforcement import actions
 from gpuguard.enforcement.guard_limits import ActionLimits, PastAction
 from gpuguard.model import Device, GpuProcess, ProcessStat
 from gpuguard.policies.engine import may_end_with_job
-from gpuguard.policies.job_processes import JobMember, alone, jobs_of, member_of
 from gpuguard.policies.policy import Exemption, KeptMark, Scope, Step
 from gpuguard.policies.thresholds import ProcessesRule
 from gpuguard.policies.usage import UnclaimedRule
-from gpuguard.policies.view import RuleView
+from gpuguard.policies.view import JobMember, RuleView, alone, jobs_of, member_of
 from gpuguard.procfs import process_facts
 
 SHELL, LAUNCHER, INIT = 10, 20, 1

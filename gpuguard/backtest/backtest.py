@@ -15,9 +15,8 @@ from gpuguard.locale import N_
 from gpuguard.model import NoteKind, ProcessIdentity, Snapshot, Verdict
 from gpuguard.policies.action_kinds import ENDING_ACTIONS, HARMFUL, MESSAGES
 from gpuguard.policies.engine import EngineMemory, evaluate
-from gpuguard.policies.job_processes import identities
 from gpuguard.policies.policy import Judgement, Policy
-from gpuguard.policies.view import LARGEST_DISTANCE, RuleView
+from gpuguard.policies.view import LARGEST_DISTANCE, RuleView, identities
 
 HELD = 2**30  # bytes above which a device counts as held; a driver keeps less than that for itself
 

@@ -21,8 +21,8 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import ActionName, Event, ProcessIdentity, Verdict
 from gpuguard.policies.action_kinds import DISRUPTIVE, ENDING_ACTIONS
 from gpuguard.policies.engine import EFFECT_SECONDS
-from gpuguard.policies.job_processes import JobMember, Jobs, alone, jobs_of
 from gpuguard.policies.policy import KILL_AFTER
+from gpuguard.policies.view import JobMember, Jobs, alone, jobs_of
 from gpuguard.procfs import boot_id
 
 HOUR = 3600.0

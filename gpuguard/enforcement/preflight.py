@@ -43,8 +43,8 @@ from gpuguard.model import (
 )
 from gpuguard.notify.templates import ENGLISH, LONGEST_KEEP, TEMPLATES, Template
 from gpuguard.policies.action_kinds import DISRUPTIVE
-from gpuguard.policies.job_processes import JobMember, alone, identities
 from gpuguard.policies.policy import INTERACTIVE_SECONDS
+from gpuguard.policies.view import JobMember, alone, identities
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, in_time, process_facts, start_time
 from gpuguard.units import format_duration
 from gpuguard.users import accountable_uid, certain_owner, may_signal

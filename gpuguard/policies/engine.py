@@ -32,7 +32,6 @@ from gpuguard.policies.action_kinds import (
     ON_PROCESSES,
     WHOLE,
 )
-from gpuguard.policies.job_processes import JobMember, Jobs, identities, jobs_of, member_of
 from gpuguard.policies.policy import (
     INTERACTIVE_SECONDS,
     KILL_AFTER,
@@ -50,11 +49,16 @@ from gpuguard.policies.policy import (
 from gpuguard.policies.rule import Evidence
 from gpuguard.policies.view import (
     Arrivals,
+    JobMember,
+    Jobs,
     Past,
     RuleView,
     SampleIndex,
     SampleRhythm,
+    identities,
     index_sample,
+    jobs_of,
+    member_of,
     reach_of,
     windows_of,
     without_pauses,

@@ -15,15 +15,17 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_, _
 from gpuguard.locale.messages import Sentence, all_of, sentence
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
-from gpuguard.policies.job_processes import JobMember, jobs_of, member_of
 from gpuguard.policies.rule import Rule, RuleKind, RuleNeeds
 from gpuguard.policies.view import (
+    JobMember,
     RuleView,
     UserUse,
     computing,
     computing_processes,
     device_subject,
     findings_where,
+    jobs_of,
+    member_of,
     uses_of,
 )
 from gpuguard.units import (
