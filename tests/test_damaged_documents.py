@@ -387,11 +387,13 @@ def lines_of(snapshot: Snapshot) -> Iterator[str]:
             yield from texts(page_of(scene, width, 30, mode=mode, tree=True))
 
 
-def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_path):
-    """What a recording calls the kind of a process went to the terminal of `top` as it stood."""
+def seen_by_all_views(place: Path, only: str = "") -> int:
+    """Show each snapshot that is other in one place, which begins with *only*; how many there were."""
     seen: list[Snapshot] = []
-    feed = a_feed(tmp_path, lambda: seen[-1])
-    for where, encoded in mutants(a_state(tmp_path)["snapshot"], brief=THE_SAME):
+    feed = a_feed(place, lambda: seen[-1])
+    for where, encoded in mutants(a_state(place)["snapshot"], brief=THE_SAME):
+        if not where.startswith(only):
+            continue
         try:
             seen.append(state.decode_snapshot(json.loads(encoded)))
         except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
@@ -405,7 +407,12 @@ def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_p
                 feed.drawn(ChartRequest(metric, 60.0))
         except Exception as error:
             raise AssertionError(where) from error
-    assert len(seen) > 300
+    return len(seen)
+
+
+def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_path):
+    """What a recording calls the kind of a process went to the terminal of `top` as it stood."""
+    assert seen_by_all_views(tmp_path) > 300
 
 
 class Restless:
@@ -446,4 +453,4 @@ def test_a_view_that_shows_what_it_was_told_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("gpuguard.top.process_table.neutralise", str)
 
     with pytest.raises(AssertionError, match=r"^devices\.0\.processes\.0\.kind = NUL$"):
-        test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_path)
+        seen_by_all_views(tmp_path, only="devices.0.processes")

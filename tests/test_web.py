@@ -21,7 +21,7 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from chances import luck
 from claimholders import a_ready_child
-from nodes import Gpuguard, until
+from nodes import Gpuguard, start, until
 from proc import free_port
 from web_pages import a_page, a_server, answers, ask
 
@@ -51,17 +51,25 @@ LONGEST_NAME = len("one per device")  # of a check
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m 训练"
 
 
-def test_the_page_brings_all_that_it_needs_and_lets_nothing_else_in(gpuguard):
-    with a_page(gpuguard) as port:
-        page, text = ask(port, "/")
-        served = re.findall(r'(?:src|href)="([\w.]+)"', text.decode())
-        parts = [ask(port, f"/{path}")[0].status for path in served]
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a page that is only asked."""
+    place = tmp_path_factory.mktemp("page")
+    start(str(place / "node"), "2xH100-80GB")
+    with a_page(Gpuguard(place, None)) as port:
+        yield port
 
-    assert (page.status, set(parts)) == (200, {200}) and len(parts) == 8
+
+def test_the_page_brings_all_that_it_needs_and_lets_nothing_else_in(page):
+    answer, text = ask(page, "/")
+    served = re.findall(r'(?:src|href)="([\w.]+)"', text.decode())
+    parts = [ask(page, f"/{path}")[0].status for path in served]
+
+    assert (answer.status, set(parts)) == (200, {200}) and len(parts) == 8
     assert b"http://" not in text and b"https://" not in text
-    policy = page.headers["content-security-policy"]
+    policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
-    assert page.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def unsaid() -> tuple[int, list[str]]:
@@ -127,30 +135,27 @@ def test_a_stream_sends_the_machine_again_and_again(gpuguard):
     assert third["throughput"] is not None
 
 
-def test_a_chart_has_one_line_per_device(gpuguard):
-    with a_page(gpuguard) as port:
-        ask(port, "/api/now")
-        chart = json.loads(ask(port, "/api/chart?metric=memory&seconds=60")[1])
-        faults = ("metric=x", "seconds=x", "seconds=nan", "until=x", "until=inf", "step=1e-9", "step=-1", "step=1e300")
-        refused = [ask(port, f"/api/chart?{query}")[0].status for query in faults]
+def test_a_chart_has_one_line_per_device(page):
+    ask(page, "/api/now")
+    chart = json.loads(ask(page, "/api/chart?metric=memory&seconds=60")[1])
+    faults = ("metric=x", "seconds=x", "seconds=nan", "until=x", "until=inf", "step=1e-9", "step=-1", "step=1e300")
+    refused = [ask(page, f"/api/chart?{query}")[0].status for query in faults]
 
     assert len(chart["values"]) == 2
     assert all(len(values) == len(chart["times"]) >= 1 for values in chart["values"].values())
     assert refused == [400] * len(faults)
 
 
-def test_a_name_that_is_not_ours_gets_nothing(gpuguard):
+def test_a_name_that_is_not_ours_gets_nothing(page):
     hosts = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:80")
-    with a_page(gpuguard) as port:
-        replies = [ask(port, "/api/now", Host=host) for host in hosts]
+    replies = [ask(page, "/api/now", Host=host) for host in hosts]
 
     assert [(answer.status, b"devices" in text) for answer, text in replies] == [(421, False)] * len(hosts)
 
 
-def test_it_only_shows(gpuguard):
-    with a_page(gpuguard) as port:
-        statuses = [ask(port, "/api/now", method)[0].status for method in ("POST", "PUT", "DELETE", "OPTIONS")]
-        outside = [ask(port, path)[0].status for path in ("/../server.py", "/%2e%2e/server.py", "/page/", "/docs")]
+def test_it_only_shows(page):
+    statuses = [ask(page, "/api/now", method)[0].status for method in ("POST", "PUT", "DELETE", "OPTIONS")]
+    outside = [ask(page, path)[0].status for path in ("/../server.py", "/%2e%2e/server.py", "/page/", "/docs")]
 
     assert statuses == [405] * 4
     assert outside == [404] * 4
@@ -246,16 +251,14 @@ def test_what_would_show_too_much_or_cannot_be_understood_is_refused(gpuguard, w
     assert (done.returncode in (1, 2), advice in done.stderr) == (True, True)
 
 
-def test_a_request_for_the_head_alone_gets_no_stream(gpuguard):
-    with a_page(gpuguard) as port:
-        replies = [ask(port, path, "HEAD") for path in ("/", "/api/now", "/api/chart", "/api/stream")]
+def test_a_request_for_the_head_alone_gets_no_stream(page):
+    replies = [ask(page, path, "HEAD") for path in ("/", "/api/now", "/api/chart", "/api/stream")]
 
     assert [(answer.status, text) for answer, text in replies] == [(200, b"")] * 4
 
 
-def test_an_address_that_is_taken_is_said_in_a_sentence(gpuguard):
-    with a_page(gpuguard) as port:
-        done = gpuguard("web", "--listen", f"127.0.0.1:{port}")
+def test_an_address_that_is_taken_is_said_in_a_sentence(gpuguard, page):
+    done = gpuguard("web", "--listen", f"127.0.0.1:{page}")
 
     assert (done.returncode != 0, "Address already in use" in done.stderr) == (True, True)
 
