@@ -22,7 +22,7 @@ from gpuguard.backends import Backend, default_backend, resolved
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.clusters.visible_devices import is_restricted
+from gpuguard.clusters.device_variables import is_restricted
 from gpuguard.device_state import vendor_of
 from gpuguard.errors import (
     AlreadyClaimed,

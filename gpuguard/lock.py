@@ -30,7 +30,7 @@ from gpuguard.claims.claim import (
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import DENIED, denial_of, denial_text, read_restrictions, restrictions_against
-from gpuguard.clusters.visible_devices import groups_needed, outer_devices
+from gpuguard.clusters.device_variables import groups_needed, outer_devices
 from gpuguard.errors import (
     BackendError,
     GpuguardError,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from gpuguard import api
-from gpuguard.clusters import visible_devices
+from gpuguard.clusters import device_variables
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import N_
 from gpuguard.model import HEALTH
@@ -117,6 +117,6 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
         )
     if os.environ.get(NVIDIA.visible) != ",".join(devices):  # of NVIDIA's, our indices are the same
         machine = api.snapshot({HEALTH}, backend=options.get("backend"))
-        devices = visible_devices.devices_called(devices, os.environ, machine.devices)
+        devices = device_variables.devices_called(devices, os.environ, machine.devices)
     with api.claim(len(devices), devices=devices, **options):
         yield

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend, default_backend
 from gpuguard.backends.client import open_worker
-from gpuguard.clusters.visible_devices import groups_needed, outer_devices
+from gpuguard.clusters.device_variables import groups_needed, outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.host import HostNumbers, members_of
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot

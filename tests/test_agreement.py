@@ -39,7 +39,7 @@ from gpuguard.claims.records import slot_names
 from gpuguard.cli import build_parser
 from gpuguard.cli.options import request_of
 from gpuguard.cli.run import wait_for_claim
-from gpuguard.clusters.visible_devices import Outer, outer_devices
+from gpuguard.clusters.device_variables import Outer, outer_devices
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.model import HEALTH, MEMORY, MODEL, THERMAL, UTILIZATION, Device, Snapshot
 from gpuguard.queue.calendar import Reservation

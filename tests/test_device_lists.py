@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from builders import a_device, a_mig_instance, a_uuid
 
-from gpuguard.clusters.visible_devices import (
+from gpuguard.clusters.device_variables import (
     devices_called,
     environment_of,
     groups_needed,

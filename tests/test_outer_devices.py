@@ -7,7 +7,7 @@ import pytest
 from builders import a_device, a_mig_instance, a_snapshot, a_uuid
 from sources import module_name, modules, tree
 
-from gpuguard.clusters.visible_devices import outer_devices
+from gpuguard.clusters.device_variables import outer_devices
 from gpuguard.request import Request
 from gpuguard.select import choose
 

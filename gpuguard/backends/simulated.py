@@ -34,7 +34,7 @@ from gpuguard.backends.simulated_node import (
     memory_used,
     new_node,
 )
-from gpuguard.clusters.visible_devices import visible_uuids
+from gpuguard.clusters.device_variables import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence

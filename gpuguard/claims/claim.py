@@ -41,7 +41,7 @@ from gpuguard.claims.records import (
     write_record,
     write_request,
 )
-from gpuguard.clusters import visible_devices
+from gpuguard.clusters import device_variables
 from gpuguard.device_state import started_by
 from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
 from gpuguard.errors import ClaimError, ClaimLost
@@ -161,7 +161,7 @@ class Claim(Sequence[Device]):
         """
         share = {} if self.memory is None else share_environment(self.memory, self.devices, os.environ)
         return {
-            **visible_devices.environment_of(self.devices, os.environ, by_uuid=visible == "uuid"),
+            **device_variables.environment_of(self.devices, os.environ, by_uuid=visible == "uuid"),
             "GPUGUARD_CLAIM": self.id,
             "GPUGUARD_GPUS": ",".join(device.uuid for device in self.devices),
             **share,

@@ -29,7 +29,7 @@ from gpuguard.claims.directory import daemon_files, fault_of, open_lock
 from gpuguard.claims.disk_room import room_for_records
 from gpuguard.cli import terminal
 from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of, sampled
-from gpuguard.clusters.visible_devices import outer_devices
+from gpuguard.clusters.device_variables import outer_devices
 from gpuguard.enforcement.identity import is_alive
 from gpuguard.enforcement.pauses import Pauses
 from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, ClaimError, GpuguardError

@@ -23,7 +23,7 @@ from gpuguard.cli.options import (
     quantity,
     request_of,
 )
-from gpuguard.clusters.visible_devices import outer_devices
+from gpuguard.clusters.device_variables import outer_devices
 from gpuguard.locale.messages import all_of
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot

@@ -19,7 +19,7 @@ from dataclasses import replace
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options
-from gpuguard.clusters.visible_devices import names_of
+from gpuguard.clusters.device_variables import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.lock import Allocator

@@ -26,7 +26,7 @@ from gpuguard import device_state
 from gpuguard.cli import options, terminal
 from gpuguard.cli.progress import progress
 from gpuguard.cli.who import add_filter_options, chosen_devices
-from gpuguard.clusters.visible_devices import visible_uuids
+from gpuguard.clusters.device_variables import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.model import PCIE, Snapshot

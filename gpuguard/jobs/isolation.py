@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
-from gpuguard.clusters import visible_devices
+from gpuguard.clusters import device_variables
 from gpuguard.device_state import device_title, vendor_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.files import close_all
@@ -126,7 +126,7 @@ def environment_inside(devices: Sequence[Device], visible: str) -> dict[str, str
     sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.  ROCm and Level
     Zero do the same.
     """
-    return visible_devices.renumbered(devices, by_uuid=visible == "uuid")
+    return device_variables.renumbered(devices, by_uuid=visible == "uuid")
 
 
 def nodes_of(

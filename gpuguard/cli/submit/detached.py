@@ -33,7 +33,7 @@ from gpuguard.cli.options import (
 from gpuguard.cli.reserve import parse_when
 from gpuguard.cli.run import absolute_backend, command_of, parsed
 from gpuguard.cli.terminal import print_notice
-from gpuguard.clusters.visible_devices import Outer, outer_devices
+from gpuguard.clusters.device_variables import Outer, outer_devices
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.jobs.processes import callers_variables, exec_fault, failure
 from gpuguard.locale import _, translated
