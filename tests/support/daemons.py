@@ -117,10 +117,14 @@ class DaemonUnderTest:
         """From when it has begun; killed at the end."""
         try:
             self.until("daemon")
+            assert eventually(self._opened_its_socket), self.said()  # just behind that line
             yield
         finally:
             if self.process:
                 kill(self.process)
+
+    def _opened_its_socket(self) -> bool:
+        return any((self.place / "claims").rglob("*daemon.sock")) or "the socket cannot be made" in self.said()
 
     def devices(self) -> list[dict[str, Any]]:
         """Those of the latest state.json."""
