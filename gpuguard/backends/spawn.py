@@ -25,6 +25,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 from weakref import finalize
 
@@ -147,7 +148,7 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float = inf) -> None:
         """Return once it has ended, or after *timeout* seconds."""
         until = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < until:
