@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
+
 from nodes import eventually
 from users import identity, install, interpreter
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot

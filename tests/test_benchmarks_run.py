@@ -73,6 +73,30 @@ def test_it_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path) -> None
     assert [path for path in tmp_path.iterdir() if path.suffix != ".s"] == []
 
 
+# Each script in a process of its own, so that none finds what another has put on the path.
+IMPORT_EACH = """
+import importlib, os, sys
+for name in sorted(file.removesuffix(".py") for file in os.listdir(sys.path[0]) if file.endswith(".py")):
+    if not os.fork():
+        importlib.import_module(name)
+        os._exit(0)
+    if os.wait()[1]:
+        print(name)
+"""
+
+
+def without_imports(folder: Path) -> list[str]:
+    """The scripts in a folder that cannot import what they name."""
+    words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{IMPORT_EACH}"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_each_script_finds_what_it_imports(tmp_path):
+    (tmp_path / "planted.py").write_text("import test_metrics")
+
+    assert (without_imports(BENCHMARKS), without_imports(tmp_path)) == ([], ["planted"])
+
+
 CHAOS_WORDS = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seconds", "4"]
 
 
