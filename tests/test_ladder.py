@@ -422,7 +422,7 @@ def weeks(place: Path, examples: int) -> Counter[str]:
 
 
 def test_who_was_stopped_goes_on_and_the_log_alone_tells_what_happened_to_whom(tmp_path: Path) -> None:
-    done = weeks(tmp_path, 220 if NUMBER else 30)  # 10,000 steps in a campaign
+    done = weeks(tmp_path, 220 if NUMBER else 20)  # 10,000 steps in a campaign
 
     print(f"{done['steps']} steps: {', '.join(f'{line} {number}' for line, number in done.most_common())}")
     for deed in SIGNALS.values() if NUMBER else ("pause", "terminate"):

@@ -149,7 +149,9 @@ main(sys.argv[1:])
 
 # Commands that start no process which outlives them, and leave this one as it was: an interpreter for each takes longer
 # than they do.
-IN_THIS_PROCESS = frozenset(("deny", "explain", "policy", "quarantine", "queue", "select", "setup", "sim", "who"))
+IN_THIS_PROCESS = frozenset(
+    ("deny", "explain", "keep", "policy", "quarantine", "queue", "release", "reserve", "select", "setup", "sim", "who")
+)
 
 
 class Gpuguard:
