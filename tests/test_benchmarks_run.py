@@ -135,7 +135,7 @@ def soaked(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
-    done = soaked(8)
+    done = soaked(6)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("nothing has grown\n")

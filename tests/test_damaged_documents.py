@@ -452,5 +452,5 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
 def test_a_view_that_shows_what_it_was_told_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("gpuguard.top.process_table.neutralise", str)
 
-    with pytest.raises(AssertionError, match=r"^devices\.0\.processes\.0\.kind = NUL$"):
+    with pytest.raises(AssertionError, match=r"^devices\.0\.processes\.0\.kind = half a pair$"):
         seen_by_all_views(tmp_path, only="devices.0.processes")

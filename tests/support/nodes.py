@@ -171,7 +171,8 @@ class Gpuguard:
 
     def __call__(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run it to its end."""
-        if words[0] in IN_THIS_PROCESS and self.program == ["-m", "gpuguard"] and not options:
+        plain = self.program == ["-m", "gpuguard"] and not options and not self._other_python()
+        if plain and words[0] in IN_THIS_PROCESS:
             return self._here(*words)
         done = subprocess.run(
             self.words(*words),
@@ -185,6 +186,11 @@ class Gpuguard:
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done
+
+    def _other_python(self) -> bool:
+        """Whether its interpreter would be told other things than this one."""
+        variables = {name: value for name, value in self.environment.items() if name.startswith("PYTHON")}
+        return any(os.environ.get(name) != value for name, value in variables.items())
 
     def _here(self, *words: str) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()
