@@ -76,6 +76,7 @@ def test_it_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path) -> None
 # Each script in a process of its own, so that none finds what another has put on the path.
 IMPORT_EACH = """
 import importlib, os, sys
+import gpuguard.daemon.service, gpuguard.queue.waiter, urllib.request  # once for all of them
 for name in sorted(file.removesuffix(".py") for file in os.listdir(sys.path[0]) if file.endswith(".py")):
     if not os.fork():
         importlib.import_module(name)
