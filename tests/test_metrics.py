@@ -1,6 +1,7 @@
 """What gpuguard tells monitoring systems: right numbers, nothing for what is unknown, and no stranger's mischief."""
 
 import math
+import socket
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuguard.batch.public import PublicJob
 from gpuguard.device_state import uses
+from gpuguard.errors import GpuguardError
 from gpuguard.metrics.compat import AMD_EXPORTER, COMPAT, DCGM, amd, dcgm, nvitop
 from gpuguard.metrics.exposition import (
     CONTENT_TYPE,
@@ -34,7 +36,7 @@ from gpuguard.metrics.families import (
     metric_families,
     user_labels,
 )
-from gpuguard.metrics.influx import to_influx
+from gpuguard.metrics.influx import InfluxClient, to_influx
 from gpuguard.model import Device, Gap, Snapshot
 
 FULL = {
@@ -423,6 +425,16 @@ def test_the_parser_of_openmetrics_refuses_what_is_none(planted):
 @pytest.mark.parametrize("name", COMPAT)
 def test_before_the_first_sample_there_are_no_numbers(name):
     assert list(COMPAT[name](MetricFacts(1.0, "1"))) == []
+
+
+def test_a_server_of_influx_that_is_not_there_is_named_with_the_reason_in_words():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        port = unused.getsockname()[1]
+        client = InfluxClient(f"http://127.0.0.1:{port}/write?db=x")
+
+        with pytest.raises(GpuguardError, match=rf"^127\.0\.0\.1:{port} cannot be reached: Connection refused$"):
+            client.send(["x y=1"])
 
 
 def test_influx_has_one_line_per_subject():

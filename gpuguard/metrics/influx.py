@@ -103,7 +103,9 @@ class InfluxClient:
         except HTTPException as error:
             raise GpuguardError(f"{self._server} answers nonsense: {type(error).__name__}") from None
         except (OSError, ValueError) as error:
-            raise GpuguardError(f"{self._server} cannot be reached: {getattr(error, 'reason', error)}") from None
+            reason = getattr(error, "reason", error)  # of a URLError an OSError, mostly
+            why = getattr(reason, "strerror", None) or reason
+            raise GpuguardError(f"{self._server} cannot be reached: {why}") from None
         if self._token:
             text = text.replace(self._token, "(the token)")  # some servers repeat what they were sent
         answer = f"{code} {' '.join(text[:_MAX_ANSWER].split())}"
