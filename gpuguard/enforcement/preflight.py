@@ -81,7 +81,7 @@ class ActionContext:
     interval: float = 10.0  # seconds between two samples
     protected: frozenset[int] = frozenset()  # uids that are never touched, beside root and the system's
     protected_executables: tuple[str, ...] = ()  # globs of whole paths of programs that are never touched
-    # When a process came to a device, or None unless its row there is proven to be its own: see policies.arrivals.
+    # When a process came to a device, or None unless its row there is proven to be its own: see policies.view.
     arrived: Callable[[str, tuple[int, float]], float | None] = lambda device, process: None
     member: Callable[[ProcessIdentity], JobMember] = alone  # what a process shares with others of its job
     jobs: frozenset[tuple[int, float]] = frozenset()  # (pid, start time) of the jobs that we started ourselves
