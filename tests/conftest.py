@@ -122,7 +122,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     from gpuguard.cli import run_command_line
 
     def run(*words: str) -> tuple[int, str, str]:
-        status = run_command_line(list(words))
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            status = run_command_line(list(words))
+        finally:  # what the command does at these would keep processes that are forked later from ending
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return (status, *capsys.readouterr())
 
     return run
