@@ -150,8 +150,11 @@ main(sys.argv[1:])
 # Commands that start no process which outlives them, and leave this one as it was: an interpreter for each takes longer
 # than they do.
 IN_THIS_PROCESS = frozenset(
-    ("deny", "explain", "keep", "policy", "quarantine", "queue", "release", "reserve", "select", "setup", "sim", "who")
-)
+    (
+        "completion", "deny", "events", "explain", "history", "keep", "policy", "quarantine", "query", "queue",
+        "release", "report", "reserve", "select", "setup", "sim", "who",
+    )
+)  # fmt: skip
 
 
 class Gpuguard:
