@@ -330,7 +330,8 @@ def test_a_supervisor_that_is_killed_leaves_a_job_that_can_still_be_ended(node):
 
 
 def test_a_supervisor_that_is_told_to_end_starts_nothing_because_the_machine_may_go_down(node):
-    job = node.submit("-n", "2", "--", "sleep", "600")
+    job = node.submit("-n", "2", "--", *python("import time; print('up', flush=True); time.sleep(600)"))
+    node.until_says(job, "up")  # before that it could end as any program does, and the task would be lost
     supervisor = node.supervisor(job)
     waits = node.submit("--", "true")
     kill(until(node.dispatcher))
