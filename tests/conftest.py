@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import subprocess
@@ -39,12 +40,19 @@ if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
 
 keep_files_in_memory()
+gc.disable()  # while thousands of tests are collected, which are no garbage: see pytest_collection_finish()
 
 # A shell starts what runs in the background with these ignored, and our children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of every later collection of garbage: it lives as long as the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
