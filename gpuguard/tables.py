@@ -7,7 +7,6 @@ read anything.
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from gpuguard.sanitize import columns_of, display_width, neutral_command, neutralise
@@ -154,6 +153,8 @@ def html_of_held_claim(claim: Claim) -> str:
 
 def escaped(text: str) -> str:
     """Return *text* as HTML that shows it."""
+    from html import escape  # brings a table of 2,000 names, which `gpuguard run` would load each time
+
     return escape(neutralise(text))
 
 
