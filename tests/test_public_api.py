@@ -77,6 +77,10 @@ def test_importing_gpuguard_loads_nothing_but_itself():
     assert {name for name in loaded if name.startswith("gpuguard")} == {"gpuguard"}
 
 
+def test_the_options_of_a_job_load_nothing_that_unpacks_archives():
+    assert "shutil" not in modules_loaded_by("from gpuguard import cli; cli.build_parser('run')")
+
+
 @pytest.mark.parametrize("command", ["run", "who", "top"])
 def test_a_backend_that_is_set_but_empty_is_the_default_as_for_grab_gpus(command, monkeypatch):
     """As left behind by ``export GPUGUARD_BACKEND=$UNSET``."""

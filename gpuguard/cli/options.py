@@ -71,6 +71,12 @@ class SubcommandRow:
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """argparse's formatter, in the language of the user: gpuguard/locale/README.md says where the texts come from."""
 
+    def __init__(self, prog: str) -> None:
+        # argparse makes a formatter for each option, which would load shutil, with all compressors, to learn its width.
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() else 0
+        super().__init__(prog, width=(width or terminal.width() or 80) - 2)
+
     def add_usage(self, usage: str | None, *args: Any, **more: Any) -> None:
         """Add the usage, translated if the command states it itself."""
         super().add_usage(_(usage) if usage else usage, *args, **more)
