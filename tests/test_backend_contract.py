@@ -208,7 +208,7 @@ class LibraryOfMooreThreads:
         self.lost.mkdir()
         (place / "pymtml.py").write_text(PYMTML.format(lost=str(self.lost)), encoding="utf-8")
         monkeypatch.syspath_prepend(place)  # workers have this path; other interpreters have the variable
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(Path(fake_mtml.__file__).parent)]))
+        monkeypatch.setenv("PYTHONPATH", f"{place}{os.pathsep}{Path(fake_mtml.__file__).parent}", prepend=os.pathsep)
 
     def lose(self, index: int) -> None:
         (self.lost / str(index)).touch()

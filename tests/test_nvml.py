@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pynvml
 import pytest
 from fake_nvml import (
     ABORT,
@@ -24,6 +25,10 @@ from nodes import Gpuguard
 from nvml_child import answer_of, gaps_of, sampled
 
 from gpuguard.backends.nvml_calls import has_glibc
+
+knows_fabrics = pytest.mark.skipif(
+    not hasattr(pynvml, "c_nvmlGpuFabricInfo_v2_t"), reason="nvidia-ml-py is older than NVLink fabrics with a health"
+)
 
 
 def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
@@ -510,7 +515,9 @@ def test_a_list_that_grows_too_fast_is_read_again(fake: FakeNvml) -> None:
     [
         ({"remap_pending": 1}, "row remap pending"),
         ({"remap_failed": 1}, "row remap failed"),
-        ({"fabric_health": 1 << 4 | 2 << 2 | 2}, "the NVLink fabric has an unhealthy route"),
+        pytest.param(
+            {"fabric_health": 1 << 4 | 2 << 2 | 2}, "the NVLink fabric has an unhealthy route", marks=knows_fabrics
+        ),
         ({"error": RESET_REQUIRED}, "reset required"),
     ],
 )
@@ -530,6 +537,7 @@ def test_a_device_in_a_fabric_whose_routes_are_sound_or_unknown_has_no_problem(f
     assert [device.problems for device in sampled(fake, "VERIFY_FIELDS").devices] == [()] * 8
 
 
+@knows_fabrics
 def test_a_device_in_no_fabric_is_asked_for_it_once(fake: FakeNvml) -> None:
     calls = answer_of(
         fake, "backend = nvml.open(); backend.sample({HEALTH}); backend.sample({HEALTH})\nanswer = fake.calls()"
