@@ -405,6 +405,7 @@ class Weeks(RuleBasedStateMachine):
         cooling = {(policy, at.pid) for policy, at in memory.cooling} - {(policy, at.pid) for policy, at in pending}
         if not (self.site.daemon._lost[0] or self.reader.missed):
             late = {pid for pid, _ in self.site.guard._pauses._unwritten}  # whose end is written within a minute
+            late |= {pid for pid in self.reader.stopped if not runs(pid)}  # the next look finds that they ended
             assert self.reader.stopped - late == stands, "the log tells of others who stand"
             assert self.reader.breaches.keys() <= under, "a breach without an end"
             # A pause that stands is not announced again after a cooldown.
