@@ -20,7 +20,7 @@ from collections.abc import Callable
 from gpuguard.backends import is_simulated
 from gpuguard.claims import daemon_client as client
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about, lock_directory
-from gpuguard.cli.options import add_repeatable, add_source_options, check_users, quantity, sampled
+from gpuguard.cli.options import add_repeatable, add_source_options, add_table, check_users, quantity, sampled
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS, Line, LogFollower, decoded, events_path
 from gpuguard.locale import _, translated
@@ -42,9 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--policy", "NAME", "only of this one (repeatable)"),
         ("--file", "PATH", "read this log instead (repeatable)"),
     )
-    parser.add_argument("--since", metavar="DURATION", help="only of the last 2h, 30m, 7d")
-    parser.add_argument("--follow", action="store_true", help="go on with new events, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="one object for programs; with --follow one line per event")
+    add_table(
+        parser,
+        ("--since", "DURATION", "only of the last 2h, 30m, 7d"),
+        ("--follow", None, "go on with new events, until Ctrl-C"),
+        ("--json", None, "one object for programs; with --follow one line per event"),
+    )
     add_source_options(parser)
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.options import (
+    JSON,
     add_choice_options,
     add_source_options,
     add_table,
@@ -38,8 +39,7 @@ from gpuguard.views.text import put, put_json, style
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_choice_options(parser)
-    add_table(parser, ("--time-limit", "DURATION", "that you would give to `gpuguard run`"))
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(parser, ("--time-limit", "DURATION", "that you would give to `gpuguard run`"), JSON)
     add_source_options(parser)
 
 

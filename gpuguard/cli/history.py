@@ -17,7 +17,16 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from gpuguard.cli import terminal
-from gpuguard.cli.options import add_source_options, directory_of, quantity, selectors
+from gpuguard.cli.options import (
+    ASCII,
+    JSON,
+    add_repeatable,
+    add_source_options,
+    add_table,
+    directory_of,
+    quantity,
+    selectors,
+)
 from gpuguard.cli.progress import progress
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.queries import SeenDevice, Usage, Watch, query_store, store_path
@@ -34,15 +43,13 @@ _LAST = 253402214400.0  # the last day of the year 9999, after which there are n
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     which = "only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)"
-    parser.add_argument("-d", "--device", metavar="D", action="append", default=[], help=which)
+    add_repeatable(parser, ("-d --device", "D", which))
     names = list(history.METRICS)
     what = f"{', '.join(names)} (default: utilization)"
     parser.add_argument("--metric", choices=names, default="utilization", metavar="M", help=what)
     add_moment_options(parser, "--from", "--to", "12h")
-    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    form.add_argument("--csv", action="store_true", help="a line for each slot of each GPU")
+    add_table(parser, ASCII)
+    add_table(parser.add_mutually_exclusive_group(), JSON, ("--csv", None, "a line for each slot of each GPU"))
     add_source_options(parser)
 
 

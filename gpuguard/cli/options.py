@@ -190,6 +190,7 @@ _reported: set[str] = set()  # directories that were reported as missing
 
 JSON = ("--json", None, "one object for programs: see docs/json.md")
 FRESH = ("--fresh", None, "ask the driver, even if the daemon did so just now")
+ASCII = ("--ascii", None, "draw with ASCII characters alone")
 
 
 def add_table(parser: Any, *rows: tuple[str, str | None, str], **more: Any) -> None:

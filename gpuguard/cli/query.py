@@ -15,7 +15,7 @@ import argparse
 import time
 from contextlib import closing
 
-from gpuguard.cli.options import add_source_options, backend_of, selectors
+from gpuguard.cli.options import add_source_options, add_table, backend_of, selectors
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import use_language_of_user
 from gpuguard.request import resolve
@@ -27,14 +27,19 @@ _FORMATS = ("csv", "json", "noheader", "nounits")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--fields", "--query-gpu", metavar="FIELDS", help="of GPUs, as in index,name,memory.used")
-    what.add_argument("--apps", "--query-compute-apps", metavar="FIELDS", help="of processes, as in pid,used_memory")
-    what.add_argument("--help-query", "--help-query-gpu", action="store_true", help="list all fields")
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        ("--fields --query-gpu", "FIELDS", "of GPUs, as in index,name,memory.used"),
+        ("--apps --query-compute-apps", "FIELDS", "of processes, as in pid,used_memory"),
+        ("--help-query --help-query-gpu", None, "list all fields"),
+    )
     parser.add_argument("--format", default="csv", help="csv, csv,noheader,nounits or json (default: csv)")
     parser.add_argument("-i", "--id", "--ids", dest="devices", metavar="LIST", help="only these GPUs, as in 0,GPU-ab")
-    parser.add_argument("-l", "--loop", metavar="EVERY", help="again and again, as in 5s; a bare number is seconds")
-    parser.add_argument("-lms", "--loop-ms", metavar="N", help="again and again, every so many milliseconds")
+    add_table(
+        parser,
+        ("-l --loop", "EVERY", "again and again, as in 5s; a bare number is seconds"),
+        ("-lms --loop-ms", "N", "again and again, every so many milliseconds"),
+    )
     add_source_options(parser)
 
 

@@ -14,7 +14,16 @@ from contextlib import closing
 
 from gpuguard.batch.dispatchers import stalled_jobs
 from gpuguard.cli import terminal
-from gpuguard.cli.options import add_fleet_options, add_source_options, directory_of, has_hosts, snapshot_source
+from gpuguard.cli.options import (
+    FRESH,
+    JSON,
+    add_fleet_options,
+    add_source_options,
+    add_table,
+    directory_of,
+    has_hosts,
+    snapshot_source,
+)
 from gpuguard.clusters import slurm_jobs
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import read_queue
@@ -23,8 +32,7 @@ from gpuguard.views.text import put, put_json, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_table(parser, JSON, FRESH)
     add_fleet_options(parser)
     add_source_options(parser)
 

@@ -21,7 +21,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, log_event
+from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of, log_event
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
@@ -52,9 +52,12 @@ _WAYS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("claim", metavar="ID", nargs="?", help="of the claim, or how it begins; without it, show yours")
-    parser.add_argument("--stop", action="store_true", help="end the job first, if it has a `gpuguard run`")
-    parser.add_argument("--reason", metavar="TEXT", help="shown to the owner of the claim")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(
+        parser,
+        ("--stop", None, "end the job first, if it has a `gpuguard run`"),
+        ("--reason", "TEXT", "shown to the owner of the claim"),
+        JSON,
+    )
     add_source_options(parser)
 
 

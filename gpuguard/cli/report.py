@@ -31,9 +31,12 @@ from gpuguard.cli.events import read_events
 from gpuguard.cli.fleet import gathered, query_of, status
 from gpuguard.cli.history import add_moment_options, period, writes_braille
 from gpuguard.cli.options import (
+    ASCII,
+    JSON,
     add_fleet_options,
     add_repeatable,
     add_source_options,
+    add_table,
     check_users,
     directory_of,
     has_hosts,
@@ -69,13 +72,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_moment_options(parser, "--since", "--until", "7d")
     parser.add_argument("--by", choices=BY, default="user", metavar="WHAT", help=f"{', '.join(BY)} (default: user)")
     add_repeatable(parser, ("--user", "NAME", "only this user, by user, claim or policy (repeatable)"))
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    form.add_argument("--csv", action="store_true", help="a line for each user, group, GPU, claim or policy")
-    form.add_argument(
-        "--html", metavar="FILE", help="write a page with charts, without scripts, to FILE (- for stdout)"
+    add_table(
+        parser.add_mutually_exclusive_group(),
+        JSON,
+        ("--csv", None, "a line for each user, group, GPU, claim or policy"),
+        ("--html", "FILE", "write a page with charts, without scripts, to FILE (- for stdout)"),
     )
-    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
+    add_table(parser, ASCII)
     add_fleet_options(parser)
     add_source_options(parser)
 

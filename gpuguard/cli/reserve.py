@@ -59,25 +59,29 @@ _MOMENT = re.compile(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which GPUs")
-    group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
+    options.add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"))
     options.add_device_options(group, "only of these: indices, uuids or beginnings of uuids, as in 0,3")
-    group.add_argument("--exclude", metavar="LIST", help="not these")
+    options.add_table(group, ("--exclude", "LIST", "not these"))
     options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
     options.add_vendor_option(group)
-    group.add_argument("--min-total", metavar="SIZE", help="each has at least so much memory in all")
-    group.add_argument("--mig", metavar="PROFILE", help="instances of this profile: 3g.40gb (MIG), cpx (AMD)")
+    options.add_table(
+        group,
+        ("--min-total", "SIZE", "each has at least so much memory in all"),
+        ("--mig", "PROFILE", "instances of this profile: 3g.40gb (MIG), cpx (AMD)"),
+    )
     group = parser.add_argument_group("when, and for whom")
     when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
     group.add_argument("--from", dest="from_", metavar="TIME", help=when)
     length = group.add_mutually_exclusive_group()
     length.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
     length.add_argument("--until", metavar="TIME", help="until then: the first such time after it begins")
-    whose = group.add_mutually_exclusive_group()
-    whose.add_argument("--user", metavar="NAME", help="for another user, as root")
-    whose.add_argument("--group", metavar="NAME", help="for all members of a group of yours (root: of any)")
-    group.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it")
-    parser.add_argument("--cancel", metavar="ID", help="end a reservation of yours (root: anybody's)")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    options.add_table(
+        group.add_mutually_exclusive_group(),
+        ("--user", "NAME", "for another user, as root"),
+        ("--group", "NAME", "for all members of a group of yours (root: of any)"),
+    )
+    options.add_table(group, ("--note", "TEXT", "what it is for; everybody can read it"))
+    options.add_table(parser, ("--cancel", "ID", "end a reservation of yours (root: anybody's)"), options.JSON)
     options.add_source_options(parser)
     parser.set_defaults(fresh=False)
 

@@ -81,18 +81,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
         "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md"
     )
-    group.add_argument("--isolate", action="store_true", help=isolate)
     leftover = (
         "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, for so "
         "long, as in 10m (those that use a GPU always keep it), or end: they are ended with it"
     )
-    group.add_argument("--leftover", metavar="HOW", help=leftover)
-    group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
-    group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
     log_file = (
         "add lines with their time to it: queued, started, what goes wrong, ended; off a terminal stderr has them"
     )
-    group.add_argument("--log-file", metavar="FILE", help=log_file)
+    options.add_table(
+        group,
+        ("--isolate", None, isolate),
+        ("--leftover", "HOW", leftover),
+        ("--exec", None, "become the command instead of watching over it: no summary"),
+        ("--quiet", None, "say only what goes wrong"),
+        ("--log-file", "FILE", log_file),
+    )
     notify = f"when the job starts, ends or fails, tell your terminals ({options.TERMINAL}), {options.TARGETS_IN_WORDS}"
     options.add_repeatable(group, ("--notify", "WHERE", f"{notify} (repeatable)"))
     add_limit_options(parser)

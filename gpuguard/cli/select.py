@@ -38,8 +38,11 @@ _NVISEL = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_choice_options(parser, also=_NVISEL)
     group = parser.add_argument_group("how many, as nvisel has it")
-    group.add_argument("-c", "--min-count", metavar="N", help="at least so many")
-    group.add_argument("-C", "--max-count", metavar="N", help="as many as there are, but at most so many")
+    options.add_table(
+        group,
+        ("-c --min-count", "N", "at least so many"),
+        ("-C --max-count", "N", "as many as there are, but at most so many"),
+    )
     group.add_argument(
         "-i",
         "--inherit",
@@ -48,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const="",
         help="choose among these (without LIST: among those of CUDA_VISIBLE_DEVICES, which always happens)",
     )
-    group.add_argument("-S", "--no-sort", action="store_true", help="the lowest index first, as --strategy first")
+    options.add_table(group, ("-S --no-sort", None, "the lowest index first, as --strategy first"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "-O", "--format", choices=("index", "uuid"), default="index", help="default: index; MIG instances go by uuid"
@@ -59,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ends.add_argument(
         "-0", "--null", dest="sep", action="store_const", const="\0", help="a NUL behind each, for xargs -0"
     )
-    output.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    options.add_table(output, options.JSON)
     options.add_fleet_options(parser)
     options.add_source_options(parser)
 

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import (
+    JSON,
     TERMINAL,
     add_choice_options,
     add_source_options,
+    add_table,
     backend_of,
     directory_of,
     message_target,
@@ -46,8 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=TERMINAL,
         help="ring the bell of the terminal, or tell what `gpuguard run --notify` can tell",
     )
-    group.add_argument("--quiet", action="store_true", help="say nothing while waiting")
-    group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_table(group, ("--quiet", None, "say nothing while waiting"), JSON)
     add_source_options(parser)
 
 

@@ -55,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const="2s",
         help="show again and again (default: every 2s); temperature and power in the text are up to 1.5s old",
     )
-    parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
-    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    one_object = ("--json", None, "one object for programs; with --watch one line per look")
+    options.add_table(parser, one_object, options.FRESH)
     options.add_fleet_options(parser)
     options.add_source_options(parser)
 

@@ -33,7 +33,7 @@ from gpuguard.cli.jobs.changes import (
     one_meant,
     usual_directory,
 )
-from gpuguard.cli.options import add_source_options, quantity
+from gpuguard.cli.options import JSON, add_source_options, add_table, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.queue.settings import read_queue_settings
@@ -60,10 +60,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="those of all users that wait or run on this machine")
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
-    parser.add_argument("--ended", action="store_true", help="all jobs that have ended, not the last 20")
-    parser.add_argument("--tasks", action="store_true", help="a line for each task")
+    add_table(
+        parser,
+        ("--all", None, "those of all users that wait or run on this machine"),
+        JSON,
+        ("--ended", None, "all jobs that have ended, not the last 20"),
+        ("--tasks", None, "a line for each task"),
+    )
 
 
 def _jobs(store: JobStore, *, ended: bool) -> Jobs:

@@ -24,7 +24,7 @@ from gpuguard.batch.states import ENDED, RUNNING, TaskState
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.ids import job_and_task
 from gpuguard.cli.jobs.owners import JobWord, job_words
-from gpuguard.cli.options import quantity
+from gpuguard.cli.options import add_table, quantity
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _, translated
@@ -240,9 +240,12 @@ def _updated(args: argparse.Namespace, record: JobRecord, by: str | None) -> Job
 
 def _update_options(parser: argparse.ArgumentParser) -> None:
     ids_options(parser)
-    parser.add_argument("-n", "--num-gpus", metavar="N", help="so many GPUs")
-    parser.add_argument("--time-limit", metavar="DURATION", help="as in 4h")
-    parser.add_argument("--command", metavar="TEXT", help="another command, as in 'python train.py --lr 0.1'")
+    add_table(
+        parser,
+        ("-n --num-gpus", "N", "so many GPUs"),
+        ("--time-limit", "DURATION", "as in 4h"),
+        ("--command", "TEXT", "another command, as in 'python train.py --lr 0.1'"),
+    )
 
 
 def _clean(args: argparse.Namespace) -> int:

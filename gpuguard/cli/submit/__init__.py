@@ -47,8 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard submit [--via slurm|ray] [options] [--] CMD [ARG ...]"
     group = parser.add_argument_group("the engine")
     group.add_argument("--via", choices=ENGINES, help="who runs it (default: this machine)")
-    group.add_argument("--attach", action="store_true", help="stay until it has ended: its output, its exit code")
-    group.add_argument("--print", action="store_true", help="show what would be submitted, and submit nothing")
+    add_table(
+        group,
+        ("--attach", None, "stay until it has ended: its output, its exit code"),
+        ("--print", None, "show what would be submitted, and submit nothing"),
+    )
     more = "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"
     add_repeatable(group, ("--with", "WORDS", more), dest="engine_words")
     add_table(
@@ -59,11 +62,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_table(group, JSON)
     add_choice_options(parser)
     job = parser.add_argument_group("the job")
-    job.add_argument("--name", metavar="NAME", help="of the job, as the engine lists it (default: that of the command)")
-    job.add_argument("--note", metavar="TEXT", help="what it is for; everybody can read it in `gpuguard who`")
+    add_table(
+        job,
+        ("--name", "NAME", "of the job, as the engine lists it (default: that of the command)"),
+        ("--note", "TEXT", "what it is for; everybody can read it in `gpuguard who`"),
+    )
     job.add_argument("--visible", choices=("index", "uuid"), default="index", help="as in `gpuguard run`")
-    job.add_argument("--isolate", action="store_true", help="as in `gpuguard run`")
-    job.add_argument("--leftover", metavar="HOW", help="as in `gpuguard run` (default: end)")
+    add_table(
+        job,
+        ("--isolate", None, "as in `gpuguard run`"),
+        ("--leftover", "HOW", "as in `gpuguard run` (default: end)"),
+    )
     add_repeatable(job, ("--notify", "WHERE", f"when it starts, ends or fails: {TARGETS_IN_WORDS} (repeatable)"))
     add_limit_options(parser)
     detached.add_options(parser)
