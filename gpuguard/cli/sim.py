@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpuguard.backends import parts_of, simulated, simulated_node
@@ -115,13 +116,11 @@ def _check_reachable(directory: str) -> None:
                 directory=directory
             )
         )
-    path = os.path.dirname(directory)
-    while path != "/":
+    for path in Path(directory).parents:
         if not os.stat(path).st_mode & 0o001:
             raise GpuguardError(
                 _("other users cannot enter {path}: name another directory, as simulated:DIRECTORY.").format(path=path)
             )
-        path = os.path.dirname(path)
 
 
 def _share(directory: str) -> None:

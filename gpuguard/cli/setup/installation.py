@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import USER, is_same_file, lock_directory, try_flock
@@ -142,12 +143,9 @@ def is_sealed(content: bytes) -> bool:
 
 
 def packaged(name: str) -> str:
-    for folder in (f"{_PACKAGE}/packaging", f"{os.path.dirname(_PACKAGE)}/packaging"):
-        try:
-            with open(f"{folder}/{name}", encoding="utf-8") as file:
-                return file.read()
-        except FileNotFoundError:
-            continue
+    for folder in (_PACKAGE, os.path.dirname(_PACKAGE)):
+        with suppress(FileNotFoundError):
+            return Path(folder, "packaging", name).read_text(encoding="utf-8")
     raise GpuguardError(
         _("{name} is not installed with this package: take it from packaging/ of its sources.").format(name=name)
     )
@@ -296,8 +294,8 @@ def doubts_about(executable: str) -> str | None:
 def open_to_others(*paths: str) -> str | None:
     """Say in words why users other than root could change what the service runs, or return None if they cannot."""
     for start in {variant for path in paths for variant in (path, os.path.realpath(path))}:
-        path = os.path.abspath(start)
-        while True:
+        whole = Path(os.path.abspath(start))
+        for path in (whole, *whole.parents):
             try:
                 status = os.stat(path)
             except OSError as error:
@@ -308,9 +306,6 @@ def open_to_others(*paths: str) -> str | None:
                     "{path} can be changed by others than root, and the service would run what they put there.  "
                     "{system_wide}"
                 ).format(path=path, system_wide=_(_SYSTEM_WIDE))
-            if path == "/":
-                break
-            path = os.path.dirname(path)
     return None
 
 
