@@ -24,6 +24,7 @@ import stat
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from glob import escape, glob
 
 from gpuguard.backends import RECORDED, is_simulated, parts_of, simulated, simulated_node
 from gpuguard.claims.directory import (
@@ -242,14 +243,11 @@ def _installed(path: str) -> dict[str, object]:
     own = installation
     files = {file: own.content_of(file) for file in (own.TMPFILES, own.SYSUSERS, own.MOUNT_UNIT, own.UNIT, own.POLICY)}
     found: dict[str, object] = {file: content for file, content in files.items() if content is not None}
-    for folder in (path, f"{path}/lock", f"{path}/claims", f"{path}/{NAME}"):
+    locks = glob(f"{escape(path)}/lock/*")
+    for place in (path, f"{path}/lock", f"{path}/claims", f"{path}/{NAME}", *locks):
         with suppress(OSError):
-            status = os.lstat(folder)
-            found[folder] = status.st_mode, status.st_uid
-    with suppress(OSError):
-        for entry in os.scandir(f"{path}/lock"):
-            status = entry.stat(follow_symlinks=False)
-            found[entry.path] = status.st_mode, status.st_uid
+            status = os.lstat(place)
+            found[place] = status.st_mode, status.st_uid
     return found
 
 

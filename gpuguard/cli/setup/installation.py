@@ -25,7 +25,7 @@ from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
 from gpuguard.cli.progress import progress
 from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
-from gpuguard.files import closed_after, open_in_place, read_file, write_file
+from gpuguard.files import close_all, closed_after, open_in_place, read_file, write_file
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
@@ -115,9 +115,7 @@ def content_of(path: str) -> bytes | None:
 
 
 def is_as_written(path: str) -> bool:
-    content = content_of(path)
-    if content is None:
-        return False
+    content = content_of(path) or b""
     return is_sealed(content) or hashlib.sha256(content).hexdigest() == listed("files", path)
 
 
@@ -354,10 +352,9 @@ def remove(directory: str) -> int:
     for path in (LIST, *(f"{COPIES[directory]}/{name}" for name in LASTING if directory in COPIES)):
         with suppress(FileNotFoundError):
             os.unlink(path)
-    with suppress(OSError):
-        os.rmdir(COPIES.get(directory, ""))
-    with suppress(OSError):  # it holds something that is not ours
-        os.rmdir(os.path.dirname(POLICY))
+    for folder in (COPIES.get(directory, ""), os.path.dirname(POLICY)):
+        with suppress(OSError):  # it holds something that is not ours
+            os.rmdir(folder)
     for path in changed:
         print(_("{path} stays: it has been changed since it was installed.").format(path=path))
     stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{UNIT}.d") if os.path.lexists(path)]
@@ -393,8 +390,7 @@ def clear(path: str) -> None:
             _empty(held[-1])
             os.rmdir(path)
     finally:
-        for descriptor in held:
-            os.close(descriptor)
+        close_all(held)
     print(_("{path} is removed: there was no claim.").format(path=path))
 
 
