@@ -36,7 +36,7 @@ from gpuguard.errors import EXIT_NO, EXIT_NO_DRIVER, BackendError, ClaimError, G
 from gpuguard.files import file_system
 from gpuguard.history.audit_log import MACHINE_EVENTS, append, events_path
 from gpuguard.model import CLOCKS, WHO_FIELDS, Device, Snapshot
-from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.procfs import in_first_pid_namespace, read_text
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
 from gpuguard.source import daemon_lives, hidepid
@@ -241,11 +241,5 @@ def _version(package: str) -> str | None:
 
 
 def _number(path: str) -> int | None:
-    text = (_read(path) or b"").strip()
-    return int(text) if text.isdigit() else None
-
-
-def _read(path: str) -> bytes | None:
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read()
-    return None
+    text = (read_text(path) or "").strip()
+    return int(text) if text.isdecimal() else None
