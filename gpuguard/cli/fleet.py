@@ -171,7 +171,7 @@ def gathered(
 ) -> list[HostReply]:
     """Return the replies of *hosts*, in that order.  *show* makes the lines of each, printed as soon as possible."""
     replies: dict[str, HostReply] = {}
-    shown, line = 0, ""
+    shown = 0
     signal.signal(signal.SIGTERM, terminal.end_on_signal)  # so that no ssh is left behind
     with closing(Pool(how)) as pool:
         pool.query(hosts)
@@ -184,26 +184,19 @@ def gathered(
                     fresh.append(replies[hosts[shown]])
                     shown += 1
             if show and fresh:
-                line = _rewrite_line("", line)
+                _rewrite_line("")
                 put(line for reply in fresh for line in show(reply))
             silent = pool.waiting_for
-            status = (
-                _("waiting for {count} of {hosts} hosts: {silent}").format(
-                    count=len(silent), hosts=len(hosts), silent=", ".join(silent[:20])
-                )
-                if silent
-                else ""
+            text = _("waiting for {count} of {hosts} hosts: {silent}").format(
+                count=len(silent), hosts=len(hosts), silent=", ".join(silent[:20])
             )
-            line = _rewrite_line(status and f"{bar(len(replies) / len(hosts))} {status}", line)
-        _rewrite_line("", line)
+            _rewrite_line(f"{bar(len(replies) / len(hosts))} {text}" if silent else "")
     return [replies[host] for host in hosts]
 
 
-def _rewrite_line(line: str, before: str) -> str:
-    """Write *line* over *before* on the terminal, and return the line that stands there now."""
-    if line != before and terminal.rewrites():
+def _rewrite_line(line: str) -> None:
+    if terminal.rewrites():
         terminal.rewrite(line)
-    return line
 
 
 def status(replies: Sequence[HostReply]) -> int:
