@@ -145,9 +145,8 @@ def _change(
     kind: Literal["denied", "quarantined"] = DENIED if command == "deny" else QUARANTINED
     now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
     owner = sentence("by.directory_owner", "the owner of the directory")
-    until = None if seconds is None else now + seconds
     begins = parse_when(args.from_, now) if getattr(args, "from_", None) else None
-    until = until if begins is None or seconds is None else begins + seconds
+    until = None if seconds is None else (begins or now) + seconds
     restriction = Restriction(
         name,
         now,
@@ -175,20 +174,16 @@ def _change(
     if args.end and not ended:
         print(_("{user} was not {kind}.").format(user=user or name, kind=_(kind)))
         return 1
-    facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
-    uuids = () if command == "deny" else (name,)
-    log_event(
-        args,
-        Event(
-            time=time.time(),
-            kind=command,
-            outcome="ended" if args.end else kind,
-            user=user,
-            devices=uuids,
-            message=reason or None,
-            facts=facts,
-        ),
+    event = Event(
+        time=time.time(),
+        kind=command,
+        outcome="ended" if args.end else kind,
+        user=user,
+        devices=() if command == "deny" else (name,),
+        message=reason or None,
+        facts=(("until_unix_seconds", until), ("by_uid", os.getuid())),
     )
+    log_event(args, event)
     return show(directory, kind, devices, as_json=args.json)
 
 
