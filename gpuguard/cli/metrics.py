@@ -83,16 +83,16 @@ def page_server(address: str, expose: str | None) -> PageServer:
 
 def main(args: argparse.Namespace) -> int:
     every = quantity("--every", args.every, parse_duration)
-    if every is not None and every < _SHORTEST_SECONDS:
-        raise InvalidRequest("--every needs at least 1s.")
-    if args.serve and every is not None:
-        raise InvalidRequest("--every does not go with --serve: the client decides when.")
-    if args.expose is not None and not args.serve:
-        raise InvalidRequest("--expose is about --serve.")
-    if args.compat and args.influx:
-        raise InvalidRequest("--compat does not go with --influx: those are names for Prometheus.")
-    if args.token_file and not args.influx:
-        raise InvalidRequest("--token-file is about --influx.")
+    faults = {
+        "--every needs at least 1s.": every is not None and every < _SHORTEST_SECONDS,
+        "--every does not go with --serve: the client decides when.": args.serve and every is not None,
+        "--expose is about --serve.": args.expose is not None and not args.serve,
+        "--compat does not go with --influx: those are names for Prometheus.": args.compat and args.influx,
+        "--token-file is about --influx.": args.token_file and not args.influx,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise InvalidRequest(fault)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = MachineFacts(args.backend, lambda: backend_of(args), lambda: directory_of(args), fresh=args.fresh)
     try:
