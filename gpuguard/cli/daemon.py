@@ -81,19 +81,13 @@ def main(args: argparse.Namespace) -> int:
     if args.reload:
         return _reload(args)
     interval = quantity("--interval", args.interval, parse_duration)
-    if interval is not None and not SHORTEST_SECONDS <= interval <= LONGEST_SECONDS:
-        raise InvalidRequest("--interval: between two looks there must be 100ms to 10m.")
-    if args.enforce and not args.policy:
-        raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
-    _check_metrics(args)
+    _refuse_faults(args, interval)
     service.clean_environment(os.environ, root=is_powerful())
     keep_capabilities()
     if args.events:
         os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
     is_logged = not args.once or "GPUGUARD_EVENTS" in os.environ  # the machine's log is about the daemon's own actions
     choose_log(args, is_admin=is_powerful())
-    if args.once and args.enforce:
-        raise InvalidRequest("--once only looks: it signals no process, so leave out --enforce.")
     settings = service.DaemonSettings(
         args.policy, args.enforce, interval, args.i_share_host_pids, not args.no_last_good, args.once
     )
@@ -141,12 +135,19 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
             _print(line)
 
 
-def _check_metrics(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest for metrics options that can never be served."""
-    if args.metrics_expose is not None and not args.metrics:
-        raise InvalidRequest("--metrics-expose is about --metrics.")
-    if args.metrics and args.once:
-        raise InvalidRequest("--metrics does not go with --once, which ends at once.")
+def _refuse_faults(args: argparse.Namespace, interval: float | None) -> None:
+    """Raise InvalidRequest for options that contradict each other, and for metrics that can never be served."""
+    is_interval = interval is None or SHORTEST_SECONDS <= interval <= LONGEST_SECONDS
+    faults = {
+        "--interval: between two looks there must be 100ms to 10m.": not is_interval,
+        "--enforce needs a policy file: name it with --policy.": args.enforce and not args.policy,
+        "--metrics-expose is about --metrics.": args.metrics_expose is not None and not args.metrics,
+        "--metrics does not go with --once, which ends at once.": args.metrics and args.once,
+        "--once only looks: it signals no process, so leave out --enforce.": args.once and args.enforce,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise InvalidRequest(fault)
     if args.metrics:
         listening_address(args.metrics, exposed=args.metrics_expose is not None)
 
