@@ -177,12 +177,17 @@ def with_actions(purpose: str, actions: Mapping[str, SubcommandRow]) -> Subcomma
     """Return a command that consists of commands; ``args.action`` is the one that was typed."""
 
     def add_options(parser: argparse.ArgumentParser) -> None:
-        commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        for name, row in actions.items():
-            description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
-            row.add_options(commands.add_parser(name, help=row.purpose, description=description))
+        add_actions(parser, actions, required=True)
 
     return SubcommandRow(purpose, add_options, lambda args: actions[args.action].main(args))
+
+
+def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, SubcommandRow], **more: Any) -> None:
+    """Add commands of a command; *more* is for argparse."""
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", **more)
+    for name, row in actions.items():
+        description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
+        row.add_options(commands.add_parser(name, help=row.purpose, description=description))
 
 
 _reported: set[str] = set()  # directories that were reported as missing

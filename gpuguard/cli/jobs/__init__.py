@@ -15,7 +15,7 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from gpuguard.batch.dispatchers import start_missing
@@ -33,7 +33,7 @@ from gpuguard.cli.jobs.changes import (
     one_meant,
     usual_directory,
 )
-from gpuguard.cli.options import JSON, add_source_options, add_table, quantity
+from gpuguard.cli.options import JSON, SubcommandRow, add_actions, add_source_options, add_table, quantity
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.queue.settings import read_queue_settings
@@ -50,13 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard jobs [ACTION] [options]"
     parser.set_defaults(action=None)
     _list_options(parser)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", prog="gpuguard jobs")
-    for name, (purpose, options, _main) in VERBS.items():
-        options(actions.add_parser(name, help=purpose, description=f"{purpose[:1].upper()}{purpose[1:]}."))
+    add_actions(parser, VERBS, prog="gpuguard jobs")
 
 
 def main(args: argparse.Namespace) -> int:
-    return VERBS[args.action][2](args) if args.action else _list(args)
+    return VERBS[args.action].main(args) if args.action else _list(args)
 
 
 def _list_options(parser: argparse.ArgumentParser) -> None:
@@ -215,10 +213,10 @@ def _dispatch(args: argparse.Namespace) -> int:
     return main(args)
 
 
-VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "show": ("everything about a job", ids_or_last_options, _show),
-    "log": ("what a job prints", _log_options, _log),
-    "wait": ("wait until jobs have ended, and return their exit code", _wait_options, _wait),
+VERBS = {
+    "show": SubcommandRow("everything about a job", ids_or_last_options, _show),
+    "log": SubcommandRow("what a job prints", _log_options, _log),
+    "wait": SubcommandRow("wait until jobs have ended, and return their exit code", _wait_options, _wait),
     **changes.VERBS,
-    "dispatch": ("wait in the queue for all jobs; submit starts it", _dispatch_options, _dispatch),
+    "dispatch": SubcommandRow("wait in the queue for all jobs; submit starts it", _dispatch_options, _dispatch),
 }

@@ -24,7 +24,7 @@ from gpuguard.batch.states import ENDED, RUNNING, TaskState
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.ids import job_and_task
 from gpuguard.cli.jobs.owners import JobWord, job_words
-from gpuguard.cli.options import add_table, quantity
+from gpuguard.cli.options import SubcommandRow, add_table, quantity
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _, translated
@@ -36,7 +36,6 @@ from gpuguard.views.text import put
 
 # A change of a record, on behalf of a user if that is not the owner.
 Change = Callable[[argparse.Namespace, JobRecord, str | None], JobRecord]
-Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 IDS_OR_LAST = "such as 17, or 17.3 for a task of it (default: @, the last)"
 
@@ -263,29 +262,29 @@ def _no_options(parser: argparse.ArgumentParser) -> None:
     pass
 
 
-VERBS: dict[str, Verb] = {
-    "cancel": ("end jobs, or take them out of the queue", ids_options, _cancel),
-    "retry": ("start jobs that have ended again", _retry_options, _retry),
-    "resume": ("start the jobs that were lost, as when the machine restarted", _no_options, _resume),
-    "hold": (
+VERBS = {
+    "cancel": SubcommandRow("end jobs, or take them out of the queue", ids_options, _cancel),
+    "retry": SubcommandRow("start jobs that have ended again", _retry_options, _retry),
+    "resume": SubcommandRow("start the jobs that were lost, as when the machine restarted", _no_options, _resume),
+    "hold": SubcommandRow(
         "keep jobs that wait from starting",
         ids_options,
         partial(_change, how=_held, said=N_("job {job} is held.")),
     ),
-    "unhold": (
+    "unhold": SubcommandRow(
         "let them start",
         ids_options,
         partial(_change, how=_unheld, said=N_("job {job} is not held any more.")),
     ),
-    "first": (
+    "first": SubcommandRow(
         "start a job before your others",
         ids_options,
         partial(_change, how=_first, said=N_("job {job} comes before your others.")),
     ),
-    "update": (
+    "update": SubcommandRow(
         "change jobs that wait",
         _update_options,
         partial(_change, how=_updated, said=N_("job {job} is changed.")),
     ),
-    "clean": ("remove jobs that have ended, with their logs", _clean_options, _clean),
+    "clean": SubcommandRow("remove jobs that have ended, with their logs", _clean_options, _clean),
 }
