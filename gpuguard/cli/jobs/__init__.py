@@ -49,15 +49,6 @@ CHECK_SECONDS = 5.0  # between two looks at jobs while nothing tells of a change
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard jobs [ACTION] [options]"
     parser.set_defaults(action=None)
-    _list_options(parser)
-    add_actions(parser, VERBS, prog="gpuguard jobs")
-
-
-def main(args: argparse.Namespace) -> int:
-    return VERBS[args.action].main(args) if args.action else _list(args)
-
-
-def _list_options(parser: argparse.ArgumentParser) -> None:
     add_table(
         parser,
         ("--all", None, "those of all users that wait or run on this machine"),
@@ -65,6 +56,11 @@ def _list_options(parser: argparse.ArgumentParser) -> None:
         ("--ended", None, "all jobs that have ended, not the last 20"),
         ("--tasks", None, "a line for each task"),
     )
+    add_actions(parser, VERBS, prog="gpuguard jobs")
+
+
+def main(args: argparse.Namespace) -> int:
+    return VERBS[args.action].main(args) if args.action else _list(args)
 
 
 def _jobs(store: JobStore, *, ended: bool) -> Jobs:
