@@ -13,7 +13,7 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gpuguard.errors import (
     EXIT_FAILED,
@@ -34,7 +34,6 @@ from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import NoReturn
 
     from gpuguard.cli.options import Parser, SubcommandRow
 

@@ -18,7 +18,6 @@ import os
 import pwd
 import sys
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
@@ -26,12 +25,10 @@ from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.jobs.adoption import ENDING, ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
+from gpuguard.model import EndOfClaim
 from gpuguard.procfs import uid_of
 from gpuguard.run import log_claim
 from gpuguard.views.text import json_text, put
-
-if TYPE_CHECKING:
-    from gpuguard.model import EndOfClaim
 
 MOST_CHARACTERS = 980  # of pids in a line of the log
 

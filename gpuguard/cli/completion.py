@@ -14,9 +14,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpuguard.backends import DEFAULT_BACKEND, default_backend
 from gpuguard.claims.records import read_records
@@ -32,10 +32,7 @@ from gpuguard.users import read_group_names
 from gpuguard.vendors import VENDORS
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    Values = Iterable[tuple[str, str]]
+Values = Iterable[tuple[str, str]]
 
 # Shell -> where its installed script lies below the share directory of the environment: see scripts/build-completions.
 SHELLS = {

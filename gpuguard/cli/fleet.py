@@ -7,13 +7,14 @@ On a terminal hosts stand in the order of their answers, in a pipe in the order 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from gpuguard.backends import default_backend
 from gpuguard.cli import terminal
@@ -28,11 +29,7 @@ from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
 from gpuguard.views.text import put, put_json, style
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    Show = Callable[[HostReply], list[str]]
+Show = Callable[[HostReply], list[str]]
 
 _STEP = 0.5  # seconds between two updates of the list of silent hosts
 _EVERY = 10.0  # seconds between two queries of top to a host, because each is a login there

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.terminal import is_terminal, print_notice, rewrites, write
 from gpuguard.device_state import vendor_of
-from gpuguard.errors import InvalidRequest, WaitTimeout
+from gpuguard.errors import InvalidRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.files import open_named
 from gpuguard.jobs.processes import exec_fault
 from gpuguard.locale import N_, _, translated
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuguard.claims.claim import Claim
-    from gpuguard.errors import NotEnoughGpus
     from gpuguard.model import Device
     from gpuguard.notify.targets import Target
     from gpuguard.run import JobEnd

@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from gpuguard.backends import Backend, default_backend, is_simulated, resolved
 from gpuguard.backends.client import open_worker
@@ -28,7 +28,6 @@ from gpuguard.views.text import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import Any, Literal, NoReturn, TypeVar
 
     from gpuguard.notify.targets import Target
 

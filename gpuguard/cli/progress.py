@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from gpuguard.cli.terminal import rewrite, rewrites
 from gpuguard.units import format_duration
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SHOWN_AFTER = 2.0  # seconds after which a wait needs an explanation
 DRAWN_EVERY = 0.2  # seconds

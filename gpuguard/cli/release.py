@@ -18,8 +18,8 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
-from typing import TYPE_CHECKING
 
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
 from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of, log_event
 from gpuguard.cli.restrictions import reason_of
@@ -27,17 +27,12 @@ from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
-from gpuguard.model import Event
+from gpuguard.model import ClaimRecord, Event
 from gpuguard.sanitize import neutralise
 from gpuguard.tables import table
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 from gpuguard.views.text import picked, put, put_json
-
-if TYPE_CHECKING:
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.model import ClaimRecord
-
 
 MOST_OF_ONE = 20  # claims of one user that root is shown: each user can have hundreds of records
 

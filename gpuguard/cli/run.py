@@ -21,11 +21,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpuguard.backends import default_backend, parts_of
-from gpuguard.claims.claim import JobDetails
-from gpuguard.claims.directory import existing_locks
+from gpuguard.backends import Backend, default_backend, parts_of
+from gpuguard.claims.claim import Claim, JobDetails
+from gpuguard.claims.directory import LockDirectory, existing_locks
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
 from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
@@ -41,7 +41,7 @@ from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import ClaimRecord, EndCause
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
-from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobSettings, exec_command, log_claim, run
+from gpuguard.run import END_LEFTOVERS, GRACE_SECONDS, JobEnd, JobSettings, exec_command, log_claim, run
 from gpuguard.select import instances_note
 from gpuguard.units import format_bytes, parse_celsius, parse_duration, parse_leftover, parse_memory_amount
 from gpuguard.users import user_name
@@ -49,17 +49,12 @@ from gpuguard.users import user_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
-    from typing import Any
 
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Claim
-    from gpuguard.claims.directory import LockDirectory
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.notify.targets import Target
     from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
-    from gpuguard.run import JobEnd
 
 # Real pairs of jobs whose utilizations add up to at most 50 % run at 0.998 of the speed that each job has alone; pairs
 # above 90 % run at 0.82, the worst of them at 0.51 (Lucid).

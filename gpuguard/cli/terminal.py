@@ -7,18 +7,14 @@ import select
 import signal
 import sys
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from gpuguard.locale import _
 from gpuguard.sanitize import neutralise
 from gpuguard.tables import shorten
 from gpuguard.views.text import put
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import NoReturn
-
 
 WRITE_SECONDS = 1.0  # how long to wait for a slow reader of stderr
 

@@ -11,17 +11,14 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.cli.setup import installation as own
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.files import closed_after, open_along, write_file
 from gpuguard.locale import _
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _WANTS = ".wants/"  # in the paths of links by which systemd starts units
 

@@ -16,9 +16,9 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import USER, is_same_file, lock_directory, try_flock
 from gpuguard.claims.restrictions import COPIES, DENIED, QUARANTINED
@@ -31,9 +31,6 @@ from gpuguard.history.queries import MACHINE_STATE
 from gpuguard.jsonio import loads
 from gpuguard.locale import N_, _
 from gpuguard.queue.settings import LAST_GOOD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SERVICE, MOUNT = "gpuguard.service", "run-gpuguard-claims.mount"
 UNIT = f"/etc/systemd/system/{SERVICE}"
