@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gpuguard.batch.dispatchers import lock_path, open_lock
 from gpuguard.batch.job_facts import KEPT_SECONDS, directory_of, open_jobs, remove_ended
@@ -180,8 +179,9 @@ class Dispatcher:
             except (InvalidRequest, ValueError) as fault:
                 self._cannot_start(state, str(fault))
                 continue
-            narrowed = partial(replace, within=record.within, within_reason=record.within_reason)
-            requests = tuple(map(narrowed, job.requests))
+            requests = tuple(
+                replace(request, within=record.within, within_reason=record.within_reason) for request in job.requests
+            )
             candidates[state.job] = Candidate(record, state, job, requests)
         return list(candidates.values())
 

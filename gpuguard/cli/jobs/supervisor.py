@@ -84,8 +84,7 @@ def supervise(
 
 def _event(kind: str, state: TaskState) -> JobEvent:
     when = round(time.time(), 3)
-    facts = {"task": state.task, "attempt": state.attempt, "claim": state.claim}
-    return JobEvent(kind=kind, time=when, **facts)  # type: ignore[arg-type]
+    return JobEvent(kind=kind, time=when, task=state.task, attempt=state.attempt, claim=state.claim)
 
 
 def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:
@@ -113,11 +112,10 @@ def _redirect(path: str) -> None:
 
 def _use_environment(store: JobStore, record: JobRecord, state: TaskState) -> None:
     """Become what the job was submitted from: its environment and its directory.  Raises OSError, ValueError."""
-    environment = store.environment(record.id)
+    environment = {"PYTHONUNBUFFERED": "1", **store.environment(record.id)}
+    environment["GPUGUARD_JOB"] = str(record.id)
+    environment["GPUGUARD_TASK"] = record.tasks[state.task].get("task", str(state.task))
+    environment["GPUGUARD_ATTEMPT"] = str(state.attempt)
     os.environ.clear()
     os.environ.update(environment)
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    os.environ["GPUGUARD_JOB"] = str(record.id)
-    os.environ["GPUGUARD_TASK"] = record.tasks[state.task].get("task", str(state.task))
-    os.environ["GPUGUARD_ATTEMPT"] = str(state.attempt)
     os.chdir(record.working_directory)
