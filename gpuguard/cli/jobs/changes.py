@@ -149,9 +149,8 @@ def usual_directory() -> LockDirectory:
 def _retry(args: argparse.Namespace) -> int:
     store = JobStore()
     for stored, task in meant(store, args.jobs):
-        again = [state for state in _states(store, stored, task) if state.state in ENDED]
-        if args.failed:
-            again = [state for state in again if state.state not in ("completed", "cancelled")]
+        tried = ENDED - {"completed", "cancelled"} if args.failed else ENDED
+        again = [state for state in _states(store, stored, task) if state.state in tried]
         _again(store, stored, again)
         put([_("job {job}: {count} again.").format(job=job_name(stored, task), count=format_count(len(again), "task"))])
     return 0
