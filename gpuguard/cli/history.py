@@ -138,9 +138,7 @@ def _moment(option: str, text: str, now: float) -> float:
     if word == "now":
         return now
     if _AGO.fullmatch(word):
-        ago = quantity(option, word.removeprefix("-"), parse_duration)
-        assert ago is not None
-        return now - ago
+        return now - (quantity(option, word.removeprefix("-"), parse_duration) or 0.0)
     try:
         # Before Python 3.11 fromisoformat() knows no Z.  A date without a zone is in this machine's zone, or in $TZ.
         moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", word)).timestamp()
