@@ -149,7 +149,7 @@ def _record(args: argparse.Namespace, store: JobStore, tasks: list[dict[str, str
         at_most=at_most,
         after=_ids(store, args.after),
         after_ok=_ids(store, args.after_ok),
-        begin=_begin(args.begin),
+        begin=None if args.begin is None else parse_when(re.sub(r"^now\+", "in ", args.begin), time.time(), "--begin"),
         held=args.hold,
         retries=_count("--retries", args.retries) or 0,
         retry_on=_codes(args.retry_on),
@@ -277,10 +277,6 @@ def _lines(path: str) -> Iterator[dict[str, str]]:
 
 def _ids(store: JobStore, words: Sequence[str]) -> tuple[int, ...]:
     return tuple(one_meant(store, word)[0].id for word in words)
-
-
-def _begin(text: str | None) -> float | None:
-    return None if text is None else parse_when(re.sub(r"^now\+", "in ", text), time.time(), "--begin")
 
 
 def _codes(text: str | None) -> tuple[int, ...] | None:
