@@ -299,7 +299,6 @@ def check_users(names: list[str]) -> None:
         InvalidRequest: no account has the name, or it is a uid whose user has a name.
     """
     if names:
-        from gpuguard.users import user_name
         from gpuguard.yaml_files.decoder import Accounts  # over 10 ms, for --user alone
 
         accounts = Accounts()

@@ -102,7 +102,6 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
 
 
 def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
-    facts = (("uid", claim.uid), ("by_uid", os.getuid()))
     message = _WAYS[how]
     if args.reason:
         message = sentence("because", "{what}: {why}", what=message, why=args.reason)
@@ -112,9 +111,8 @@ def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
         outcome="released",
         user=claim.user,
         devices=claim.devices,
-        pid=None,
         claim=claim.id,
         message=message,
-        facts=facts,
+        facts=(("uid", claim.uid), ("by_uid", os.getuid())),
     )
     log_event(args, event)

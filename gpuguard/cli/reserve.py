@@ -303,9 +303,18 @@ def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: Reserv
 
 
 def _log(args: argparse.Namespace, outcome: EventOutcome, reservation: Reservation) -> None:
-    times = ("begins_unix_seconds", reservation.begins), ("ends_unix_seconds", reservation.ends)
-    facts = ("num_gpus", reservation.num_gpus), *times, ("by_uid", os.getuid()), ("group", reservation.group)
     event = Event(
-        time=time.time(), kind="reserve", outcome=outcome, user=reservation.user, message=reservation.note, facts=facts
+        time=time.time(),
+        kind="reserve",
+        outcome=outcome,
+        user=reservation.user,
+        message=reservation.note,
+        facts=(
+            ("num_gpus", reservation.num_gpus),
+            ("begins_unix_seconds", reservation.begins),
+            ("ends_unix_seconds", reservation.ends),
+            ("by_uid", os.getuid()),
+            ("group", reservation.group),
+        ),
     )
     options.log_event(args, event)

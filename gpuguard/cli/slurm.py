@@ -75,9 +75,11 @@ def _setup(args: argparse.Namespace) -> int:
     devices = slurm_jobs.with_files(sampled(args, {MEMORY, MODEL, HEALTH}).devices)
     # The program, and the options that say where it looks if not at the usual places.
     program = os.path.abspath(sys.argv[0])
-    command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
-    command += ["--backend", args.backend] if args.backend != DEFAULT_BACKEND else []
-    command += ["--dir", args.dir] if args.dir else []
+    command = [
+        program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard",
+        *(["--backend", args.backend] if args.backend != DEFAULT_BACKEND else []),
+        *(["--dir", args.dir] if args.dir else []),
+    ]
     host = socket.gethostname().partition(".")[0]
     put(map(neutralise, lines(host, devices, args.place, command, args.wait)), sys.stdout)
     return 0
@@ -263,18 +265,15 @@ def _put_back(given: Allocation, reason: str) -> tuple[EventOutcome, bool]:
 def _log(
     kind: EventKind, outcome: EventOutcome | SignalName, given: Allocation, message: str, claim: Claim | None = None
 ) -> None:
-    facts = (("uid", given.uid), ("slurm_job", given.job))
-    devices = tuple(device.uuid for device in claim or ())
     event = Event(
         time=time.time(),
         kind=kind,
         outcome=outcome,
         user=user_name(given.uid),
-        devices=devices,
-        pid=None,
+        devices=tuple(device.uuid for device in claim or ()),
         claim=given.claim,
         message=message if len(message) <= MOST_CHARACTERS else message[:MOST_CHARACTERS],
-        facts=facts,
+        facts=(("uid", given.uid), ("slurm_job", given.job)),
     )
     euid = os.geteuid()
     if os.getuid() == 0:
