@@ -221,8 +221,7 @@ def _models(_: str) -> Values:
 
 
 def _profiles(_: str) -> Values:
-    found = dict.fromkeys(device.mig_profile for device in _snapshot().devices if device.mig_profile)
-    return [(profile, "") for profile in found]
+    return dict.fromkeys((device.mig_profile for device in _snapshot().devices if device.mig_profile), "").items()
 
 
 def _processes(_: str) -> Values:
@@ -259,23 +258,31 @@ def _groups(_: str) -> Values:
 
 def _claims(_: str) -> Values:
     """Return the user's own claims, or everybody's for root."""
-    records = read_records(directory_of(_source()))
-    own = [claim for claim in records if os.geteuid() in (0, claim.uid)]
-    return [(claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}") for claim in own]
+    return [
+        (claim.id, f"{claim.user} {claim.note or neutral_command(claim.command, brief=True)}")
+        for claim in read_records(directory_of(_source()))
+        if os.geteuid() in (0, claim.uid)
+    ]
 
 
 def _ids(word: str) -> Values:
     """Return the user's own claims and waiting requests, or everybody's for root."""
-    waiting = waiting_tickets(directory_of(_source())) or ()
-    own = [ticket for ticket in waiting if os.geteuid() in (0, ticket.uid)]
-    return [*((ticket.short_id, f"{ticket.user} waits {ticket.note or ''}") for ticket in own), *_claims(word)]
+    waiting = [
+        (ticket.short_id, f"{ticket.user} waits {ticket.note or ''}")
+        for ticket in waiting_tickets(directory_of(_source())) or ()
+        if os.geteuid() in (0, ticket.uid)
+    ]
+    return [*waiting, *_claims(word)]
 
 
 def _reservations(_: str) -> Values:
     """Return the user's own reservations, or everybody's for root."""
     reservations, _torn, _arrived = read_reservations(directory_of(_source()), time.time())
-    own = [kept for kept in reservations if os.geteuid() in (0, kept.uid, kept.maker)]
-    return [(kept.id, f"{kept.whose} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}") for kept in own]
+    return [
+        (kept.id, f"{kept.whose} {local_time(kept.begins, '%a %H:%M')} {kept.note or ''}")
+        for kept in reservations
+        if os.geteuid() in (0, kept.uid, kept.maker)
+    ]
 
 
 def _hosts(_: str) -> Values:
@@ -311,8 +318,7 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 
 def _source() -> argparse.Namespace:
     """Return the defaults of --backend and --dir."""
-    backend, directory = default_backend(), os.environ.get("GPUGUARD_DIR") or None
-    return argparse.Namespace(backend=backend, dir=directory, fresh=False)
+    return argparse.Namespace(backend=default_backend(), dir=os.environ.get("GPUGUARD_DIR") or None, fresh=False)
 
 
 def _snapshot() -> Snapshot:
