@@ -47,8 +47,7 @@ def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None
 def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
     """Return the hosts, and how each of them is asked *words*."""
     there = _("it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide")
-    refuse(args, {"backend": default_backend()}, there)
-    refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
+    refuse(args, {"backend": default_backend(), "dir": os.environ.get("GPUGUARD_DIR") or None}, there)
     timeout = quantity("--timeout", args.timeout, parse_duration)
     parallel = whole_number("--parallel", args.parallel)
     if timeout is not None and not 0.1 <= timeout <= 600:

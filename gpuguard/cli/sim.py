@@ -273,14 +273,17 @@ def _show(args: argparse.Namespace) -> int:
     for row in rows:
         used, total = (format_bytes(row[f"memory_{name}_bytes"]) for name in ("used", "total"))
         profiles = Counter(instance["mig_profile"] for instance in row["instances"])
-        odd = [*row["faults"], *(f"{count} x {profile}" for profile, count in profiles.items())]
-        odd += [_("asleep")] if row["asleep"] else []
-        odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
-        odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
+        odd = [
+            *row["faults"],
+            *(f"{count} x {profile}" for profile, count in profiles.items()),
+            _("asleep") if row["asleep"] else "",
+            f"latency {row['latency_seconds']:g} s" if row["latency_seconds"] else "",
+            row["compute_mode"] if row["compute_mode"] != "default" else "",
+        ]
         memory = _("{used:>8} of {total:>8}").format(used=used, total=total)
         line = (
             f"{row['index']:>3}  {row['name']:<26}  {memory}  {row['utilization_percent']:>3.0f}%  "
-            f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(odd)}"
+            f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(filter(None, odd))}"
         )
         print(line.rstrip())
         for process in row["processes"]:
