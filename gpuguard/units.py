@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
@@ -162,6 +162,17 @@ def format_energy(joules: float) -> str:
     if watt_hours >= 100:
         return f"{watt_hours / 1000:.2f}kWh"
     return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """``"0-2,8"`` for [0, 1, 2, 8]."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:

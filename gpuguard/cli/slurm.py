@@ -43,7 +43,7 @@ from gpuguard.jsonio import loads
 from gpuguard.locale.messages import dumps, sentence
 from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event, EventKind, EventOutcome, SignalName
 from gpuguard.sanitize import neutralise
-from gpuguard.units import parse_duration
+from gpuguard.units import format_ranges, parse_duration
 from gpuguard.users import user_name
 from gpuguard.views.text import put
 
@@ -133,15 +133,8 @@ def _kind(device: Device) -> str:
 
 def _files(devices: Sequence[Device]) -> str:
     """Return the device files of *devices* as Slurm writes them, such as ``"/dev/nvidia[0-2,5]"``."""
-    node, spans = vendor_of(devices[0]).device_node, list[list[int]]()
-    for number in map(_minor, devices):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    if len(devices) == 1:
-        return f"{node}{spans[0][0]}"
-    return f"{node}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
+    node, numbers = vendor_of(devices[0]).device_node, format_ranges(map(_minor, devices))
+    return f"{node}{numbers}" if len(devices) == 1 else f"{node}[{numbers}]"
 
 
 # What Slurm calls before and after a job.

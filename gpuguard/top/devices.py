@@ -6,7 +6,7 @@ bar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuguard.device_state import FREE, DeviceUse, model_name, vendor_of
@@ -15,7 +15,7 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device
 from gpuguard.sanitize import display_width, neutralise
 from gpuguard.tables import padded, shorten
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
-from gpuguard.units import NOT_AVAILABLE, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_duration, format_ranges, format_rounded
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.columns import WIDE, WIDEST, DeviceColumn, top_columns
 from gpuguard.views.who import LABELS
@@ -66,18 +66,7 @@ def folded(uses: Sequence[DeviceUse]) -> tuple[list[DeviceUse], str]:
     """Return *uses* without the whole devices that are free, and a text that names those: ``"9 free: 5-12,40"``."""
     kept = [use for use in uses if use.state not in FREE or use.device.parent_uuid]
     free = [use.device.index for use in uses if use.state in FREE and not use.device.parent_uuid]
-    return kept, _("{free} free: {ranges}").format(free=len(free), ranges=ranges(free)) if free else ""
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return the ranges of *numbers*: [0, 1, 2, 8] -> "0-2,8"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+    return kept, _("{free} free: {ranges}").format(free=len(free), ranges=format_ranges(free)) if free else ""
 
 
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:

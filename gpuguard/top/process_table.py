@@ -15,9 +15,8 @@ from gpuguard.model import ProcessIdentity
 from gpuguard.procfs import read_memory, start_time
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.tables import padded, shorten
-from gpuguard.top.devices import ranges
 from gpuguard.top.scene import Moment, Scene, ScreenLine, ScreenView, moment_of
-from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_rounded
+from gpuguard.units import NOT_AVAILABLE, format_bytes, format_duration, format_ranges, format_rounded
 from gpuguard.views.charts import Part, fitted
 from gpuguard.views.who import ENDED
 
@@ -189,7 +188,7 @@ _COLUMNS = (
 
 def _devices(row: ProcessRow) -> str:
     if len(row.devices) > 1 and all(label.isdigit() for label in row.devices):
-        return ranges(map(int, row.devices))
+        return format_ranges(map(int, row.devices))
     return ",".join(row.devices)
 
 
