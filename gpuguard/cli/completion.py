@@ -104,10 +104,15 @@ def script_for(shell: str) -> str:
         DIRECTORY: {**shtab.DIRECTORY, "fish": f"(__fish_complete_directories {_FISH_VALUE})"},
         JOB: {"bash": "_gpuguard_job_word", "zsh": "_normal", "fish": "(_gpuguard_job)"},
     }
-    for name in VALUES:
-        # The space makes _arguments call it with these words, and with none of its own before them.
-        zsh, fish = f" _gpuguard_values {name}", f"(_gpuguard_values {name})"
-        kinds[name] = {"bash": f"_gpuguard_values_{name}", "zsh": zsh, "fish": fish}
+    kinds |= {
+        name: {
+            "bash": f"_gpuguard_values_{name}",
+            # The space makes _arguments call it with these words, and with none of its own before them.
+            "zsh": f" _gpuguard_values {name}",
+            "fish": f"(_gpuguard_values {name})",
+        }
+        for name in VALUES
+    }
     # In bash, shtab calls a function by its name, with only the word.
     by_name = [f'_gpuguard_values_{name}() {{ _gpuguard_values {name} "$1"; }}' for name in VALUES]
     parser, starters = whole_parser(), []
@@ -174,11 +179,8 @@ def print_values(kind: str, word: str) -> None:
     """Print the values of *kind* that complete *word*, one per line, each explained after a tab."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.setitimer(signal.ITIMER_REAL, TYPING_SECONDS)
-    lines: list[str] = []
-    if kind in VALUES:
-        with suppress(GpuguardError, OSError):
-            lines = list(completions(kind, word))
-    print("".join(f"{line}\n" for line in lines), end="")
+    with suppress(GpuguardError, OSError, KeyError):  # KeyError: no such kind
+        print("".join(f"{line}\n" for line in completions(kind, word)), end="")
 
 
 def completions(kind: str, word: str) -> Iterator[str]:
