@@ -29,7 +29,7 @@ from gpuguard.claims.directory import LockDirectory, existing_locks
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
 from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
-from gpuguard.cli.terminal import print_notice, unread, write_rest
+from gpuguard.cli.terminal import print_notice, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
@@ -256,8 +256,7 @@ def _end_like(ended: JobEnd, claim: Claim, backend: Backend, report: JobReport) 
     else:
         report.ended(claim, ended)
     backend.close()
-    if unread:
-        write_rest()
+    write_rest()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
