@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gpuguard.batch.job_records import JobRecord
+from gpuguard.cli import build_parser
 from gpuguard.jsonio import loads
 
 
 def arguments_of(record: JobRecord, task: int) -> argparse.Namespace:
     """Return what `gpuguard run` would have parsed for a task.  Options that are newer than the record are unset."""
-    from gpuguard.cli import build_parser  # it imports this module
-
     defaults = vars(build_parser("run").parse_args(["--", "true"]))
     options = {**defaults, **loads(record.options.encode()), "exec": False, "after": None}
     options["leftover"] = options["leftover"] or "end"
@@ -22,8 +21,6 @@ def arguments_of(record: JobRecord, task: int) -> argparse.Namespace:
 
 def names_of_run() -> frozenset[str]:
     """Return the names of the options of `gpuguard run` that a job of `gpuguard submit` takes from its record."""
-    from gpuguard.cli import build_parser  # it imports this module
-
     return frozenset(vars(build_parser("run").parse_args(["--", "true"]))) - {"command", "after"}
 
 
