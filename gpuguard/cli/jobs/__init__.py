@@ -22,7 +22,7 @@ from gpuguard.batch.dispatchers import start_missing
 from gpuguard.batch.job_facts import claims_waited_for, directory_of, held_claims, open_jobs, read_jobs
 from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.public import public_jobs
-from gpuguard.batch.states import ENDED, Jobs, TaskState, all_ended
+from gpuguard.batch.states import ENDED, Jobs, all_ended
 from gpuguard.claims.records import read_records
 from gpuguard.cli.jobs import changes
 from gpuguard.cli.jobs.changes import (
@@ -182,8 +182,8 @@ def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, 
         jobs = read_jobs(store, ids=ids)
         ended = [job for job in ids if all_ended(jobs.states.get(job, []))]
         if len(ended) == len(ids) or (any_of and ended):
-            codes = [exit_code(state) for job in ended for state in jobs.states.get(job, [])]
-            return next((code for code in codes if code), 0)
+            codes = [state.status for job in ended for state in jobs.states.get(job, [])]
+            return next((EXIT_LOST if code is None else code for code in codes if code != 0), 0)
         start_missing(store, jobs)
         left = CHECK_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
@@ -191,11 +191,6 @@ def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, 
         wait_for_any([watch.descriptor] if watch else [], min(left, CHECK_SECONDS if watch else FOLLOW_SECONDS))
         if watch:
             watch.names()
-
-
-def exit_code(state: TaskState) -> int:
-    """Return the exit code of a task that has ended, or 125 if it has none."""
-    return EXIT_LOST if state.status is None else state.status
 
 
 def _dispatch_options(parser: argparse.ArgumentParser) -> None:

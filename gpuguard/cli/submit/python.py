@@ -10,6 +10,7 @@ from gpuguard.batch.dispatchers import changed, start_missing
 from gpuguard.batch.job_facts import read_jobs
 from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.states import TaskState
+from gpuguard.cli import build_parser
 from gpuguard.cli.jobs import EXIT_NO_PATIENCE, wait_for
 from gpuguard.cli.jobs.changes import cancel_job, one_meant
 from gpuguard.cli.submit.detached import store_job
@@ -82,20 +83,15 @@ def submit(command: Sequence[str], gpus: int = 1, **options: object) -> Job:
         InvalidRequest: an option is wrong.
         ImpossibleRequest: the job could never start on this machine.
     """
-    from gpuguard.cli import build_parser  # it imports this package
-
     if isinstance(command, str):  # a sequence of its letters
         raise InvalidRequest(_("the command is a list of words, as in {words}.").format(words=command.split()))
     words = ["-n", str(gpus)]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        values = value if isinstance(value, list | tuple) else [value]
-        words += [word for each in values if each not in (None, False) for word in _words(option, each)]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each not in (None, False):
+                words += [option] if each is True else [option, str(each)]
     record = store_job(build_parser("submit").parse_args([*words, "--", *command]))
     with suppress(GpuguardError, OSError):  # the job is there, and the next look at it tries again
         changed(JobStore(), record.source)
     return Job(record.id)
-
-
-def _words(option: str, value: object) -> list[str]:
-    return [option] if value is True else [option, str(value)]
