@@ -50,7 +50,6 @@ YOUNG_OBJECTS = 20_000  # so many new objects start a garbage collection
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    log = f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)"
     add_table(parser, ("--policy", "FILE", "the policies; without it nothing is judged"))
     add_table(
         parser.add_mutually_exclusive_group(),
@@ -63,7 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--once", None, "look twice, say what is due, and end"),
         ("--reload", None, "have the daemon that runs read its policy file again"),
         ("--interval", "DURATION", "between two looks at most (default: the file's)"),
-        ("--events", "PATH", log),
+        (
+            "--events",
+            "PATH",
+            f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)",
+        ),
         ("--i-share-host-pids", None, "act although this pid namespace is its own: only if its pids are the host's"),
     )
     parser.add_argument(

@@ -42,11 +42,16 @@ _LAST = 253402214400.0  # the last day of the year 9999, after which there are n
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    which = "only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)"
-    add_repeatable(parser, ("-d --device", "D", which))
-    names = list(history.METRICS)
-    what = f"{', '.join(names)} (default: utilization)"
-    parser.add_argument("--metric", choices=names, default="utilization", metavar="M", help=what)
+    add_repeatable(
+        parser, ("-d --device", "D", "only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)")
+    )
+    parser.add_argument(
+        "--metric",
+        choices=list(history.METRICS),
+        default="utilization",
+        metavar="M",
+        help=f"{', '.join(history.METRICS)} (default: utilization)",
+    )
     add_moment_options(parser, "--from", "--to", "12h")
     add_table(parser, ASCII)
     add_table(parser.add_mutually_exclusive_group(), JSON, ("--csv", None, "a line for each slot of each GPU"))

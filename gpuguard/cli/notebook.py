@@ -110,8 +110,9 @@ def parser() -> Parser:
         const=_FOR_EVER,
         help="wait in the queue at most so long, as in 30m; without a duration: without end (default: do not wait)",
     )
-    priority = "class in the queue (default: normal)"
-    group.add_argument("--priority", choices=PRIORITY_NAMES, default="normal", help=priority)
+    group.add_argument(
+        "--priority", choices=PRIORITY_NAMES, default="normal", help="class in the queue (default: normal)"
+    )
     group.add_argument("--note", metavar="TEXT", help="what it is for (default: the name of the notebook)")
     add_source_options(parser)
     return parser

@@ -352,8 +352,11 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
 
 def add_vendor_option(group: Any) -> None:
     """Add --vendor."""
-    text = "its vendor is this one (default: any, the same for all GPUs of a job)"
-    group.add_argument("--vendor", choices=tuple(VENDORS), help=text)
+    group.add_argument(
+        "--vendor",
+        choices=tuple(VENDORS),
+        help="its vendor is this one (default: any, the same for all GPUs of a job)",
+    )
 
 
 def add_device_options(group: Any, text: str) -> None:

@@ -221,11 +221,22 @@ def _test_options(parser: argparse.ArgumentParser) -> None:
 
 def _backtest_options(parser: argparse.ArgumentParser) -> None:
     _file_options(parser)
-    recording = "a file of `gpuguard record`, or CSV with a row per time, job and GPU"
-    parser.add_argument("--on", metavar="RECORDING", required=True, help=recording)
-    gap = "durations go on over pauses up to this long (default: 3 times the usual distance of samples)"
-    each = ("--each", None, "show each step, not only their numbers")
-    add_table(parser, ("--longest-gap", "DURATION", gap), each, _JSON)
+    parser.add_argument(
+        "--on",
+        metavar="RECORDING",
+        required=True,
+        help="a file of `gpuguard record`, or CSV with a row per time, job and GPU",
+    )
+    add_table(
+        parser,
+        (
+            "--longest-gap",
+            "DURATION",
+            "durations go on over pauses up to this long (default: 3 times the usual distance of samples)",
+        ),
+        ("--each", None, "show each step, not only their numbers"),
+        _JSON,
+    )
 
 
 def _rules_options(parser: argparse.ArgumentParser) -> None:

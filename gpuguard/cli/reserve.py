@@ -70,8 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--mig", "PROFILE", "instances of this profile: 3g.40gb (MIG), cpx (AMD)"),
     )
     group = parser.add_argument_group("when, and for whom")
-    when = '09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)'
-    group.add_argument("--from", dest="from_", metavar="TIME", help=when)
+    group.add_argument(
+        "--from",
+        dest="from_",
+        metavar="TIME",
+        help='09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)',
+    )
     length = group.add_mutually_exclusive_group()
     length.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
     length.add_argument("--until", metavar="TIME", help="until then: the first such time after it begins")

@@ -101,11 +101,16 @@ def _deny(args: argparse.Namespace) -> int:
 
 
 def _quarantine_options(parser: argparse.ArgumentParser) -> None:
-    device = "index or uuid; without it, show what is quarantined"
-    parser.add_argument("device", metavar="DEVICE", nargs="?", help=device)
+    parser.add_argument(
+        "device", metavar="DEVICE", nargs="?", help="index or uuid; without it, show what is quarantined"
+    )
     add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the GPU")
-    when = "when it begins, as in 09:00, 'Mon 08:00' or 'in 2h' (default: now)"
-    parser.add_argument("--from", dest="from_", metavar="TIME", help=when)
+    parser.add_argument(
+        "--from",
+        dest="from_",
+        metavar="TIME",
+        help="when it begins, as in 09:00, 'Mon 08:00' or 'in 2h' (default: now)",
+    )
     add_table(parser, _UNTIL_REBOOT, ("--end", None, "put it into service again"), JSON)
     add_source_options(parser)
 

@@ -70,26 +70,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
-    visible = "what CUDA_VISIBLE_DEVICES names GPUs of NVIDIA by (default: index, because uuids break vLLM and others)"
-    group.add_argument("--visible", choices=("index", "uuid"), default="index", help=visible)
-    isolate = (
-        "other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
-        "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md"
-    )
-    leftover = (
-        "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, for so "
-        "long, as in 10m (those that use a GPU always keep it), or end: they are ended with it"
-    )
-    log_file = (
-        "add lines with their time to it: queued, started, what goes wrong, ended; off a terminal stderr has them"
+    group.add_argument(
+        "--visible",
+        choices=("index", "uuid"),
+        default="index",
+        help="what CUDA_VISIBLE_DEVICES names GPUs of NVIDIA by (default: index, because uuids break vLLM and others)",
     )
     options.add_table(
         group,
-        ("--isolate", None, isolate),
-        ("--leftover", "HOW", leftover),
+        (
+            "--isolate",
+            None,
+            "other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
+            "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md",
+        ),
+        (
+            "--leftover",
+            "HOW",
+            "processes of the job that outlive it without using a GPU keep the claim: keep (the default), release, "
+            "for so long, as in 10m (those that use a GPU always keep it), or end: they are ended with it",
+        ),
         ("--exec", None, "become the command instead of watching over it: no summary"),
         ("--quiet", None, "say only what goes wrong"),
-        ("--log-file", "FILE", log_file),
+        (
+            "--log-file",
+            "FILE",
+            "add lines with their time to it: queued, started, what goes wrong, ended; off a terminal stderr has them",
+        ),
     )
     notify = f"when the job starts, ends or fails, tell your terminals ({options.TERMINAL}), {options.TARGETS_IN_WORDS}"
     options.add_repeatable(group, ("--notify", "WHERE", f"{notify} (repeatable)"))
@@ -105,18 +112,22 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         "with 0, the exit code is 124.  Only its own processes count, and no others are ever touched; if others\n"
         "compute on its GPUs, you are told.",
     )
-    memory = "its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB, 80%% or share"
-    checkpoint = (
-        "to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and at "
-        "any other limit at once; SIGTERM follows a --grace later"
-    )
     options.add_table(
         group,
         ("--time-limit", "DURATION", "it has run for so long, as in 4h; exit 124"),
-        ("--memory-limit", "SIZE", memory),
+        (
+            "--memory-limit",
+            "SIZE",
+            "its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB, 80%% or share",
+        ),
         ("--temperature-limit", "CELSIUS", "a GPU that it uses was hotter for 30 s, as in 85C"),
         ("--idle-limit", "DURATION", "all its GPUs rested (utilization at most 5%%) for so long, as in 1h"),
-        ("--checkpoint-signal", "SIGNAL", checkpoint),
+        (
+            "--checkpoint-signal",
+            "SIGNAL",
+            "to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and "
+            "at any other limit at once; SIGTERM follows a --grace later",
+        ),
         ("--grace", "DURATION", f"between these signals (default: {GRACE_SECONDS:.0f}s)"),
     )
 
@@ -416,8 +427,13 @@ def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> Non
     """Add --wait, --no-wait, --or, --after and --priority.  *not_now* is the command's exit code after --no-wait."""
     group = parser.add_argument_group("waiting for them")
     waiting = group.add_mutually_exclusive_group()
-    longest = "wait in the queue at most so long, as in 30m (default: without end)"
-    waiting.add_argument("--wait", metavar="DURATION", nargs="?", const=_FOR_EVER, help=longest)
+    waiting.add_argument(
+        "--wait",
+        metavar="DURATION",
+        nargs="?",
+        const=_FOR_EVER,
+        help="wait in the queue at most so long, as in 30m (default: without end)",
+    )
     waiting.add_argument("--no-wait", action="store_true", help=f"exit {not_now} when there are not enough GPUs now")
     other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
     options.add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")

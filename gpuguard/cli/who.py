@@ -55,8 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const="2s",
         help="show again and again (default: every 2s); temperature and power in the text are up to 1.5s old",
     )
-    one_object = ("--json", None, "one object for programs; with --watch one line per look")
-    options.add_table(parser, one_object, options.FRESH)
+    options.add_table(
+        parser, ("--json", None, "one object for programs; with --watch one line per look"), options.FRESH
+    )
     options.add_fleet_options(parser)
     options.add_source_options(parser)
 

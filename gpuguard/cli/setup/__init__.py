@@ -89,16 +89,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--lock-files", None, "only make the lock files of GPUs that are new; the service does so when it starts"),
         ("--print-unit", None, "show the daemon's unit for systemd, change nothing"),
     )
-    user = "as whom the daemon runs; root: without a user of its own (default: gpuguard, with --dir root)"
-    add_table(parser, ("--daemon-user", "USER", user))
+    add_table(
+        parser,
+        (
+            "--daemon-user",
+            "USER",
+            "as whom the daemon runs; root: without a user of its own (default: gpuguard, with --dir root)",
+        ),
+    )
     parser.add_argument(
         "--broker",
         action=argparse.BooleanOptionalAction,
         help="make the lock files the daemon's alone, which then gives the locks, or everybody's again; for hostile "
         "users: see docs/daemon.md (default: as they are, at first everybody's)",
     )
-    root = "write below DIR only, an image or a chroot, start nothing, and ask nothing of this machine"
-    add_table(parser, ("--root", "DIR", root))
+    add_table(
+        parser,
+        ("--root", "DIR", "write below DIR only, an image or a chroot, start nothing, and ask nothing of this machine"),
+    )
     add_source_options(parser)
 
 

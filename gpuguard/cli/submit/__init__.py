@@ -52,8 +52,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--attach", None, "stay until it has ended: its output, its exit code"),
         ("--print", None, "show what would be submitted, and submit nothing"),
     )
-    more = "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"
-    add_repeatable(group, ("--with", "WORDS", more), dest="engine_words")
+    add_repeatable(
+        group,
+        ("--with", "WORDS", "more words for the engine, as in '--partition=a100 --qos=night' (repeatable)"),
+        dest="engine_words",
+    )
     add_table(
         group.add_mutually_exclusive_group(),
         ("--wait", "DURATION", "with --attach: wait for a start at most so long, as in 30m"),
