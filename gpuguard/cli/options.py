@@ -101,9 +101,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         if sys.version_info >= (3, 14):
             settings["color"] = False  # it would get into manual pages and whatever else help is written to
-        settings.setdefault("formatter_class", HelpFormatter)
-        settings.setdefault("allow_abbrev", False)
-        super().__init__(**settings)
+        super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **settings})
 
     @property
     def actions(self) -> list[argparse.Action]:
