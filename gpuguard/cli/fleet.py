@@ -125,7 +125,7 @@ def top(args: argparse.Namespace) -> int:
     if every is None or every < 1.0:
         raise InvalidRequest(_("--every needs at least 1s between two questions to a host."))
     hosts, how = query_of(args, words_of("who", vars(args)))
-    ascii_only = args.ascii or not (sys.stdout.encoding or "ascii").lower().startswith("utf")
+    ascii_only = args.ascii or not terminal.writes_braille()
     if args.once or not sys.stdout.isatty():
         replies = gathered(hosts, how, None)
         now = time.monotonic()

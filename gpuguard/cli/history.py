@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -80,18 +79,9 @@ def main(args: argparse.Namespace) -> int:
         return 0
     width, height = terminal.size()
     rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1 if len(courses) == 1 and height else _ROWS
-    paint, ascii_only = style(), args.ascii or not writes_braille()
+    paint, ascii_only = style(), args.ascii or not terminal.writes_braille()
     put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only))
     return 0
-
-
-def writes_braille() -> bool:
-    """Whether stdout can encode more than ASCII."""
-    try:
-        "⠿│°".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeError, LookupError):
-        return False
-    return True
 
 
 def _named(known: Sequence[SeenDevice], word: str) -> SeenDevice:

@@ -29,7 +29,7 @@ from gpuguard.claims.records import read_records
 from gpuguard.cli import terminal
 from gpuguard.cli.events import read_events
 from gpuguard.cli.fleet import gathered, query_of, status
-from gpuguard.cli.history import add_moment_options, period, writes_braille
+from gpuguard.cli.history import add_moment_options, period
 from gpuguard.cli.options import (
     ASCII,
     JSON,
@@ -116,7 +116,7 @@ def _show(args: argparse.Namespace, report: Report, host: str, now: float, repli
     elif args.csv:
         put(view.to_csv(report, host))
     else:
-        plain = args.ascii or not writes_braille()
+        plain = args.ascii or not terminal.writes_braille()
         put(view.to_text(report, width=terminal.width(), paint=style(), ascii_only=plain, replies=replies))
 
 

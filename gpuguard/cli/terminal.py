@@ -122,6 +122,15 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def writes_braille() -> bool:
+    """Whether stdout can encode more than ASCII."""
+    try:
+        "⠿│°".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
 def size(descriptor: int = 1) -> tuple[int | None, int | None]:
     """Return columns and rows of the terminal, or (None, None) for a pipe or a file."""
     try:

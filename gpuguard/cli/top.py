@@ -118,7 +118,6 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
         devices = devices & visible if devices else visible
         if not devices:
             raise InvalidRequest(_("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device."))
-    encoding = (sys.stdout.encoding or "ascii").lower()
     return ScreenView(
         mode=args.mode,
         sort=args.sort,
@@ -127,7 +126,7 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
         text=args.filter or "",
         compute_only=args.compute_only,
         tree=args.tree,
-        ascii_only=args.ascii or not encoding.startswith("utf"),
+        ascii_only=args.ascii or not terminal.writes_braille(),
     )
 
 
