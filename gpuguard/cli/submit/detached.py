@@ -58,6 +58,7 @@ _OF_THE_CLAIM = (
         for name in (vendor.visible, *vendor.numbering, *vendor.filters, vendor.selector)
     ),
 )
+_NUMBERS = re.compile(r"(?P<first>\d{1,7})(-(?P<last>\d{1,7})(:(?P<step>0*[1-9]\d{0,6}))?)?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
@@ -252,12 +253,10 @@ def _count(option: str, text: str | None, *, least: int = 0) -> int | None:
 
 def _numbers(text: str) -> Iterator[int]:
     for part in text.split(","):
-        first, dash, rest = part.partition("-")
-        last, colon, step = rest.partition(":")
-        words = [first, *([last] if dash else []), *([step] if colon else [])]
-        if not all(re.fullmatch(r"\d{1,7}", word, re.ASCII) for word in words) or (colon and int(step) == 0):
+        found = _NUMBERS.fullmatch(part)
+        if found is None:
             raise InvalidRequest(_("--array {text!r}: write numbers as in 0-9, 1,3,5 or 0-10:2.").format(text=text))
-        yield from range(int(first), int(last if dash else first) + 1, int(step) if colon else 1)
+        yield from range(int(found["first"]), int(found["last"] or found["first"]) + 1, int(found["step"] or 1))
 
 
 def _lines(path: str) -> Iterator[dict[str, str]]:
