@@ -158,15 +158,12 @@ def with_joined_alternatives(parser: Parser, words: list[str]) -> list[str]:
     joined, position = [], 0
     while position < len(words) and words[position].startswith("-") and words[position] != "--":
         word, behind = words[position], words[position + 1 : position + 2]
-        if word == "--or" and behind not in ([], ["--"]):
-            joined.append(f"--or={behind[0]}")
-            position += 2
-            continue
         action = parser._option_string_actions.get(word)
         nargs = 0 if action is None else action.nargs
         takes = nargs is None or (nargs == "?" and not "".join(behind).startswith("-"))
-        joined += words[position : position + 1 + takes]
-        position += 1 + takes
+        taken = words[position : position + 1 + takes]
+        joined += ["=".join(taken)] if word == "--or" and behind != ["--"] else taken
+        position += len(taken)
     return joined + words[position:]
 
 
