@@ -282,7 +282,12 @@ def _say_ready(path: str, own: str | None, gpus: int) -> None:
         )
     )
     if own is None and not os.path.ismount(f"{path}/claims"):
-        print(_(installation.UNBOUNDED).format(path=path))
+        print(
+            _(
+                "{path}/claims lies on the file system of {path}, which any user can fill by writing there, "
+                "until the next boot (without systemd: until it is mounted by /etc/fstab)."
+            ).format(path=path)
+        )
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:

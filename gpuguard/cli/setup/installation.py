@@ -44,10 +44,6 @@ LIST = "/etc/gpuguard/installed.json"  # where gpuguard 0.1 kept the SHA-256 of 
 PACKAGED = ("/usr/lib/systemd/system", "/lib/systemd/system")  # where a package puts its units
 FSTAB = "/etc/fstab"
 BOOTED = "/run/systemd/system"  # exists while systemd is the first process: sd_booted(3)
-UNBOUNDED = N_(
-    "{path}/claims lies on the file system of {path}, which any user can fill by writing there, "
-    "until the next boot (without systemd: until it is mounted by /etc/fstab)."
-)
 
 SYSUSERS_LINES = """\
 # The user of the daemon.
@@ -58,11 +54,6 @@ _LARGEST = 2**20  # bytes: no file of ours is larger
 _SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
 _PYTHON = "/usr/bin/python3"  # in the packaged unit
 _SYSTEM_WIDE = N_("Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there.")
-_STARTED = N_(
-    "The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.\n"
-    "It judges by {policy}.  To switch it on, twice: see docs/daemon.md.\nAway again: {program} "
-    "setup --remove"
-)
 
 
 @contextmanager
@@ -262,7 +253,13 @@ def install_service(user: str) -> None:
     systemctl("daemon-reload")
     systemctl("restart", SERVICE, advice=_("`journalctl -u gpuguard -n 20` says why."))
     program = os.path.join(os.path.dirname(sys.executable), "gpuguard")
-    print(_(_STARTED).format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard"))
+    print(
+        _(
+            "The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.\n"
+            "It judges by {policy}.  To switch it on, twice: see docs/daemon.md.\nAway again: {program} "
+            "setup --remove"
+        ).format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard")
+    )
 
 
 def unit_for(user: str, python: str | None = None) -> str:

@@ -19,13 +19,11 @@ from gpuguard.cli.run import durations_of
 from gpuguard.cli.submit.engine_command import inner_words, python_words, say_queued
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import EXIT_FAILED, EXIT_NOT_NOW, EXIT_TIMEOUT, GpuguardError, InvalidRequest
-from gpuguard.locale import N_, _
+from gpuguard.locale import _
 from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 
 LATER_SECONDS = 90.0  # after the last signal of gpuguard's own escalation
-
-_SLURM_ADVICE = N_("Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm.")
 
 
 def submit_to_slurm(args: argparse.Namespace) -> int:
@@ -65,7 +63,10 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
         )[-1]
         raise GpuguardError(
             _("Slurm refuses: {sub}\n{slurm_advice}").format(
-                sub=re.sub("^sbatch: (error|fatal): ", "", why), slurm_advice=_(_SLURM_ADVICE)
+                sub=re.sub("^sbatch: (error|fatal): ", "", why),
+                slurm_advice=_(
+                    "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
+                ),
             )
         )
     # A cluster may follow the number, and output of a site's wrapper may precede it.  Only the number is kept, because
