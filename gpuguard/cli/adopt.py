@@ -34,9 +34,9 @@ MOST_CHARACTERS = 980  # of pids in a line of the log
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pids", metavar="PID", nargs="+", type=_pid, help="of a process that uses a GPU now")
     add_table(
         parser,
+        ("pids", "PID", "of a process that uses a GPU now", {"nargs": "+", "type": _pid}),
         ("--tree", None, "and everything that it started and will start"),
         ("--note", "TEXT", "what the claim is for; everybody can read it in `gpuguard who`"),
         ("--foreground", None, "hold the claim here, until Ctrl-C or the job's end"),

@@ -21,7 +21,7 @@ from typing import Any
 from gpuguard.claims.ids import full_id, is_job_word
 from gpuguard.cli.jobs.changes import CANCELLED, cancel_of
 from gpuguard.cli.jobs.owners import job_words
-from gpuguard.cli.options import add_source_options, choose_log, directory_of
+from gpuguard.cli.options import JSON, add_source_options, add_table, choose_log, directory_of
 from gpuguard.daemon.cancel import ENDED, ENDING, cancel
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated
@@ -34,10 +34,11 @@ _SENTENCES = {ENDED: N_("{id} has ended."), ENDING: N_("{id} is being ended by i
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "ids", metavar="ID", nargs="+", help="of a request, a claim or a job, or how it begins; USER/ID as root"
+    add_table(
+        parser,
+        ("ids", "ID", "of a request, a claim or a job, or how it begins; USER/ID as root", {"nargs": "+"}),
+        JSON,
     )
-    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     add_source_options(parser)
 
 

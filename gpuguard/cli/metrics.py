@@ -41,12 +41,9 @@ Output = Callable[[MetricFacts], None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--serve", metavar="ADDRESS", nargs="?", const=ADDRESS, help=f"over HTTP, until Ctrl-C (default: {ADDRESS})"
-    )
     add_table(
-        where,
+        parser.add_mutually_exclusive_group(),
+        ("--serve", "ADDRESS", f"over HTTP, until Ctrl-C (default: {ADDRESS})", {"nargs": "?", "const": ADDRESS}),
         ("--textfile", "DIR", f"as {FILE} in this directory; with --every it goes when we end"),
         ("--influx", "URL", "as InfluxDB's line protocol, by POST; - is standard output"),
     )

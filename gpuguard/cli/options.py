@@ -187,22 +187,24 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Subcomman
 _reported: set[str] = set()  # directories that were reported as missing
 
 
+# An option: its spellings, the name of its value or None, its help, and where it needs them more words of argparse.
+OptionRow = tuple[str, str | None, str] | tuple[str, str | None, str, dict[str, Any]]
 JSON = ("--json", None, "one object for programs: see docs/json.md")
 FRESH = ("--fresh", None, "ask the driver, even if the daemon did so just now")
 ASCII = ("--ascii", None, "draw with ASCII characters alone")
 
 
-def add_table(parser: Any, *rows: tuple[str, str | None, str], **more: Any) -> None:
-    """Add options to a parser or a group, each as (its spellings, the name of its value or None, its help).
+def add_table(parser: Any, *rows: OptionRow, **more: Any) -> None:
+    """Add options to a parser or a group.
 
     A value stays text until it is used, so that a fault can say what to write instead.
     """
-    for names, metavar, text in rows:
+    for names, metavar, text, *further in rows:
         details = {"action": "store_true"} if metavar is None else {"metavar": metavar}
-        parser.add_argument(*names.split(), help=text, **details, **more)
+        parser.add_argument(*names.split(), help=text, **{**details, **more, **(further[0] if further else {})})
 
 
-def add_repeatable(parser: Any, *rows: tuple[str, str, str], **more: Any) -> None:
+def add_repeatable(parser: Any, *rows: OptionRow, **more: Any) -> None:
     """Add options that may be given several times, each a list of values."""
     add_table(parser, *rows, action="append", default=[], **more)
 

@@ -42,6 +42,7 @@ from gpuguard.views.text import put, put_json
 from gpuguard.yaml_files.decoder import unknown
 
 _JSON = ("--json", None, "one object for programs")
+_FILE = ("file", "FILE", "the policy file")
 MOST = 50  # faults that are shown at a time, because no reader reads more
 
 
@@ -201,13 +202,13 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _file_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the policy file")
+    add_table(parser, _FILE)
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
-    _file_options(parser)
     add_table(
         parser,
+        _FILE,
         ("--strict", None, "the answer is no for warnings, too"),
         ("--installed", None, "check too that only root can change it, as a daemon of root demands"),
         _JSON,
@@ -215,20 +216,19 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _test_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", nargs="+", help="tests in YAML, like lab_test.yaml beside lab.yaml")
-    add_table(parser, _JSON)
+    add_table(parser, ("file", "FILE", "tests in YAML, like lab_test.yaml beside lab.yaml", {"nargs": "+"}), _JSON)
 
 
 def _backtest_options(parser: argparse.ArgumentParser) -> None:
-    _file_options(parser)
-    parser.add_argument(
-        "--on",
-        metavar="RECORDING",
-        required=True,
-        help="a file of `gpuguard record`, or CSV with a row per time, job and GPU",
-    )
     add_table(
         parser,
+        _FILE,
+        (
+            "--on",
+            "RECORDING",
+            "a file of `gpuguard record`, or CSV with a row per time, job and GPU",
+            {"required": True},
+        ),
         (
             "--longest-gap",
             "DURATION",
@@ -240,8 +240,7 @@ def _backtest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="*", help="only of these rules, actions or parts of a policy")
-    add_table(parser, _JSON)
+    add_table(parser, ("name", "NAME", "only of these rules, actions or parts of a policy", {"nargs": "*"}), _JSON)
 
 
 def _show_options(parser: argparse.ArgumentParser) -> None:

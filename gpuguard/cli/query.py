@@ -34,9 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--help-query --help-query-gpu", None, "list all fields"),
     )
     parser.add_argument("--format", default="csv", help="csv, csv,noheader,nounits or json (default: csv)")
-    parser.add_argument("-i", "--id", "--ids", dest="devices", metavar="LIST", help="only these GPUs, as in 0,GPU-ab")
     add_table(
         parser,
+        ("-i --id --ids", "LIST", "only these GPUs, as in 0,GPU-ab", {"dest": "devices"}),
         ("-l --loop", "EVERY", "again and again, as in 5s; a bare number is seconds"),
         ("-lms --loop-ms", "N", "again and again, every so many milliseconds"),
     )

@@ -36,11 +36,11 @@ SMALLEST_BYTES = 64 * 1024
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="where to; a new file")
-    parser.add_argument("--every", metavar="DURATION", default="1s", help="between two samples (default: 1s)")
-    parser.add_argument("--for", dest="lasting", metavar="DURATION", help="how long (default: until Ctrl-C)")
     add_table(
         parser,
+        ("file", "FILE", "where to; a new file"),
+        ("--every", "DURATION", "between two samples (default: 1s)", {"default": "1s"}),
+        ("--for", "DURATION", "how long (default: until Ctrl-C)", {"dest": "lasting"}),
         ("--mask", None, "replace every name: host, users, programs, uuids, notes"),
         ("--max-size", "SIZE", "keep at most so much, as in 100MiB: the older half is then in FILE.1"),
         ("--append", None, "go on behind what is in FILE already"),

@@ -46,9 +46,9 @@ _WAYS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("claim", metavar="ID", nargs="?", help="of the claim, or how it begins; without it, show yours")
     add_table(
         parser,
+        ("claim", "ID", "of the claim, or how it begins; without it, show yours", {"nargs": "?"}),
         ("--stop", None, "end the job first, if it has a `gpuguard run`"),
         ("--reason", "TEXT", "shown to the owner of the claim"),
         JSON,

@@ -76,9 +76,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help='09:00 (the next one), "tomorrow 09:00", "Mon 09:00", 2026-11-23T14:00, "in 2h" (default: now)',
     )
-    length = group.add_mutually_exclusive_group()
-    length.add_argument("--for", dest="for_", metavar="DURATION", help="how long, as in 3h")
-    length.add_argument("--until", metavar="TIME", help="until then: the first such time after it begins")
+    options.add_table(
+        group.add_mutually_exclusive_group(),
+        ("--for", "DURATION", "how long, as in 3h", {"dest": "for_"}),
+        ("--until", "TIME", "until then: the first such time after it begins"),
+    )
     options.add_table(
         group.add_mutually_exclusive_group(),
         ("--user", "NAME", "for another user, as root"),

@@ -76,8 +76,7 @@ _UNTIL_REBOOT = ("--until-reboot", None, "until the machine is started again, at
 
 
 def add_for_and_reason(parser: argparse.ArgumentParser, for_: str, reason: str) -> None:
-    parser.add_argument("--for", dest="for_", metavar="DURATION", help=for_)
-    parser.add_argument("--reason", metavar="TEXT", help=reason)
+    add_table(parser, ("--for", "DURATION", for_, {"dest": "for_"}), ("--reason", "TEXT", reason))
 
 
 def _deny_options(parser: argparse.ArgumentParser) -> None:
@@ -105,13 +104,13 @@ def _quarantine_options(parser: argparse.ArgumentParser) -> None:
         "device", metavar="DEVICE", nargs="?", help="index or uuid; without it, show what is quarantined"
     )
     add_for_and_reason(parser, "how long, like 2d (default: until --end)", "shown to everybody who wants the GPU")
-    parser.add_argument(
-        "--from",
-        dest="from_",
-        metavar="TIME",
-        help="when it begins, as in 09:00, 'Mon 08:00' or 'in 2h' (default: now)",
+    add_table(
+        parser,
+        ("--from", "TIME", "when it begins, as in 09:00, 'Mon 08:00' or 'in 2h' (default: now)", {"dest": "from_"}),
+        _UNTIL_REBOOT,
+        ("--end", None, "put it into service again"),
+        JSON,
     )
-    add_table(parser, _UNTIL_REBOOT, ("--end", None, "put it into service again"), JSON)
     add_source_options(parser)
 
 

@@ -29,8 +29,11 @@ from gpuguard.views.text import put
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pids", metavar="PID", nargs="*", help="of a process that is paused (default: all)")
-    add_table(parser, ("--list", None, "show them, and change nothing"))
+    add_table(
+        parser,
+        ("pids", "PID", "of a process that is paused (default: all)", {"nargs": "*"}),
+        ("--list", None, "show them, and change nothing"),
+    )
     add_source_options(parser)
 
 

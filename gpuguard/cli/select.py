@@ -42,16 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group,
         ("-c --min-count", "N", "at least so many"),
         ("-C --max-count", "N", "as many as there are, but at most so many"),
+        (
+            "-i --inherit",
+            "LIST",
+            "choose among these (without LIST: among those of CUDA_VISIBLE_DEVICES, which always happens)",
+            {"nargs": "?", "const": ""},
+        ),
+        ("-S --no-sort", None, "the lowest index first, as --strategy first"),
     )
-    group.add_argument(
-        "-i",
-        "--inherit",
-        metavar="LIST",
-        nargs="?",
-        const="",
-        help="choose among these (without LIST: among those of CUDA_VISIBLE_DEVICES, which always happens)",
-    )
-    options.add_table(group, ("-S --no-sort", None, "the lowest index first, as --strategy first"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "-O", "--format", choices=("index", "uuid"), default="index", help="default: index; MIG instances go by uuid"

@@ -27,6 +27,7 @@ from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.cli.options import (
     SubcommandRow,
     add_source_options,
+    add_table,
     backend_of,
     choose_log,
     directory_of,
@@ -63,9 +64,12 @@ WAIT = "5s"  # until the memory of a job that has just ended is free, and the sh
 
 
 def _setup_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--print", action="store_true", help="show them (needed: nothing is written by this command)")
-    parser.add_argument("--place", metavar="PATH", default=PLACE, help="of the scripts (default: %(default)s)")
-    parser.add_argument("--wait", metavar="DURATION", help="as in `gpuguard slurm prolog`")
+    add_table(
+        parser,
+        ("--print", None, "show them (needed: nothing is written by this command)"),
+        ("--place", "PATH", "of the scripts (default: %(default)s)", {"default": PLACE}),
+        ("--wait", "DURATION", "as in `gpuguard slurm prolog`"),
+    )
     add_source_options(parser)
 
 

@@ -41,14 +41,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_choice_options(parser)
     add_queue_options(parser, not_now=1)
     group = parser.add_argument_group("the answer")
-    group.add_argument(
-        "--notify",
-        metavar="WHERE",
-        nargs="?",
-        const=TERMINAL,
-        help="ring the bell of the terminal, or tell what `gpuguard run --notify` can tell",
+    add_table(
+        group,
+        (
+            "--notify",
+            "WHERE",
+            "ring the bell of the terminal, or tell what `gpuguard run --notify` can tell",
+            {"nargs": "?", "const": TERMINAL},
+        ),
+        ("--quiet", None, "say nothing while waiting"),
+        JSON,
     )
-    add_table(group, ("--quiet", None, "say nothing while waiting"), JSON)
     add_source_options(parser)
 
 

@@ -48,15 +48,16 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_filter_options(parser)
-    parser.add_argument(
-        "--watch",
-        metavar="EVERY",
-        nargs="?",
-        const="2s",
-        help="show again and again (default: every 2s); temperature and power in the text are up to 1.5s old",
-    )
     options.add_table(
-        parser, ("--json", None, "one object for programs; with --watch one line per look"), options.FRESH
+        parser,
+        (
+            "--watch",
+            "EVERY",
+            "show again and again (default: every 2s); temperature and power in the text are up to 1.5s old",
+            {"nargs": "?", "const": "2s"},
+        ),
+        ("--json", None, "one object for programs; with --watch one line per look"),
+        options.FRESH,
     )
     options.add_fleet_options(parser)
     options.add_source_options(parser)

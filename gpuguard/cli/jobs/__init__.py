@@ -151,10 +151,13 @@ def _copy(path: str, position: int) -> int:
 
 
 def _log_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", nargs="?", default="@", help=IDS_OR_LAST)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--attempt", type=int, metavar="N", help="that attempt (default: the last one)")
-    parser.add_argument("--path", action="store_true", help="print the name of the file")
+    add_table(
+        parser,
+        ("job", "JOB", IDS_OR_LAST, {"nargs": "?", "default": "@"}),
+        ("-f --follow", None, "go on until the job has ended"),
+        ("--attempt", "N", "that attempt (default: the last one)", {"type": int}),
+        ("--path", None, "print the name of the file"),
+    )
 
 
 def _wait(args: argparse.Namespace) -> int:
@@ -165,8 +168,11 @@ def _wait(args: argparse.Namespace) -> int:
 
 def _wait_options(parser: argparse.ArgumentParser) -> None:
     ids_or_last_options(parser)
-    parser.add_argument("--for", dest="for_", metavar="DURATION", help="at most so long; then the exit code is 124")
-    parser.add_argument("--any", action="store_true", help="until one of them has ended")
+    add_table(
+        parser,
+        ("--for", "DURATION", "at most so long; then the exit code is 124", {"dest": "for_"}),
+        ("--any", None, "until one of them has ended"),
+    )
 
 
 def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, *, any_of: bool = False) -> int:
