@@ -68,13 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)",
         ),
         ("--i-share-host-pids", None, "act although this pid namespace is its own: only if its pids are the host's"),
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="ADDRESS",
-        nargs="?",
-        const=ADDRESS,
-        help=f"serve numbers for Prometheus over HTTP (default: {ADDRESS}): see `gpuguard metrics`",
+        (
+            "--metrics",
+            "ADDRESS",
+            f"serve numbers for Prometheus over HTTP (default: {ADDRESS}): see `gpuguard metrics`",
+            {"nargs": "?", "const": ADDRESS},
+        ),
     )
     add_expose_option(parser, "--metrics-expose")
     add_source_options(parser)

@@ -426,21 +426,25 @@ def command_of(args: argparse.Namespace) -> list[str]:
 def add_queue_options(parser: argparse.ArgumentParser, not_now: int = 75) -> None:
     """Add --wait, --no-wait, --or, --after and --priority.  *not_now* is the command's exit code after --no-wait."""
     group = parser.add_argument_group("waiting for them")
-    waiting = group.add_mutually_exclusive_group()
-    waiting.add_argument(
-        "--wait",
-        metavar="DURATION",
-        nargs="?",
-        const=_FOR_EVER,
-        help="wait in the queue at most so long, as in 30m (default: without end)",
+    options.add_table(
+        group.add_mutually_exclusive_group(),
+        (
+            "--wait",
+            "DURATION",
+            "wait in the queue at most so long, as in 30m (default: without end)",
+            {"nargs": "?", "const": _FOR_EVER},
+        ),
+        ("--no-wait", None, f"exit {not_now} when there are not enough GPUs now"),
     )
-    waiting.add_argument("--no-wait", action="store_true", help=f"exit {not_now} when there are not enough GPUs now")
-    other = "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)"
-    options.add_repeatable(group, ("--or", "OPTIONS", other), dest="alternatives")
-    group.add_argument(
-        "--after",
-        metavar="CLAIM|PID",
-        help="not before that claim or process has ended: --wait and --no-wait count from then",
+    options.add_table(
+        group,
+        (
+            "--or",
+            "OPTIONS",
+            "what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)",
+            {"action": "append", "default": [], "dest": "alternatives"},
+        ),
+        ("--after", "CLAIM|PID", "not before that claim or process has ended: --wait and --no-wait count from then"),
     )
     group.add_argument(
         "--priority",

@@ -38,26 +38,26 @@ _TAIL_BYTES = 64 * 1024
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--listen",
-        metavar="ADDRESS",
-        default="127.0.0.1:8466",
-        help="HOST:PORT, [HOST]:PORT or unix:PATH (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--port",
-        metavar="N",
-        dest="listen",
-        default=argparse.SUPPRESS,
-        type="127.0.0.1:{}".format,
-        help="the same as --listen 127.0.0.1:N",
-    )
-    parser.add_argument(
-        "--host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a further name by which browsers ask for the page, as behind a proxy (repeatable)",
+    add_table(
+        parser,
+        (
+            "--listen",
+            "ADDRESS",
+            "HOST:PORT, [HOST]:PORT or unix:PATH (default: %(default)s)",
+            {"default": "127.0.0.1:8466"},
+        ),
+        (
+            "--port",
+            "N",
+            "the same as --listen 127.0.0.1:N",
+            {"dest": "listen", "default": argparse.SUPPRESS, "type": "127.0.0.1:{}".format},
+        ),
+        (
+            "--host",
+            "NAME",
+            "a further name by which browsers ask for the page, as behind a proxy (repeatable)",
+            {"action": "append", "default": []},
+        ),
     )
     add_table(
         parser.add_mutually_exclusive_group(),

@@ -87,9 +87,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--retry-delay", "DURATION", "the first pause before that; each further one is twice as long"),
         ("--parsable", None, "print nothing but the id"),
         ("--until-done", None, "stay until the job has ended, and return its exit code"),
-    )
-    group.add_argument(
-        "--requeue", metavar="N", nargs="?", const="1", help="start it again when it exits with 75, or a policy asks it"
+        (
+            "--requeue",
+            "N",
+            "start it again when it exits with 75, or a policy asks it",
+            {"nargs": "?", "const": "1"},
+        ),
     )
 
 
