@@ -51,11 +51,11 @@ def main(args: argparse.Namespace) -> int:
     for text in args.ids:
         try:
             if is_job_word(text) and (job := job_words([text])[0]).exists(directory):
-                ended = cancel_of(job, directory)
-                lines.append(_(CANCELLED[ended.outcome]).format(job=ended.name))
+                name, outcome, faults = cancel_of(job, directory)
+                lines.append(_(CANCELLED[outcome]).format(job=name))
                 owner = {"user": user_name(job.owner), "uid": job.owner, "kind": "job"}
-                cancelled.append({"id": ended.name, **owner, "outcome": ended.outcome})
-                refused += [{"id": ended.name, "why": fault} for fault in ended.faults]
+                cancelled.append({"id": name, **owner, "outcome": outcome})
+                refused += [{"id": name, "why": fault} for fault in faults]
                 continue
             meant, outcome = cancel(directory, text)
         except GpuguardError as error:

@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from gpuguard.backends import default_backend
@@ -81,34 +81,29 @@ CANCELLED = {
 }
 
 
-@dataclass(frozen=True)
-class CancelledJob:
-    """A job, or a task of it, that was to be cancelled."""
-
-    name: str  # with its owner, if that is not the caller
-    outcome: str  # a key of CANCELLED
-    faults: tuple[str, ...]  # why some of its tasks could not be ended
-
-
 def _cancel(args: argparse.Namespace) -> int:
     status = 0
     for job in _owned(args):
-        cancelled = cancel_of(job, usual_directory())
-        put([_(CANCELLED[cancelled.outcome]).format(job=cancelled.name)])
-        put([neutralise(f"gpuguard: {translated(fault)}") for fault in cancelled.faults], sys.stderr)
-        status |= bool(cancelled.faults)
+        name, outcome, faults = cancel_of(job, usual_directory())
+        put([_(CANCELLED[outcome]).format(job=name)])
+        put([neutralise(f"gpuguard: {translated(fault)}") for fault in faults], sys.stderr)
+        status |= bool(faults)
     return status
 
 
-def cancel_of(job: JobWord, directory: LockDirectory) -> CancelledJob:
-    """Cancel the job of its owner; see JobWord.do for *directory*.  Raises GpuguardError, OSError."""
+def cancel_of(job: JobWord, directory: LockDirectory) -> tuple[str, str, list[str]]:
+    """Cancel the job of its owner; see JobWord.do for *directory*.  Raises GpuguardError, OSError.
+
+    Returns:
+        The job's name, with its owner if that is not the caller, and what cancel_job() returns.
+    """
 
     def act(store: JobStore, word: str, by: str | None) -> tuple[str, str, list[str]]:
         stored, task = one_meant(store, word)
         return (job_name(stored, task), *cancel_job(store, stored, task, by))
 
     name, outcome, faults = job.do(act, directory)
-    return CancelledJob(neutralise(job.prefix + name), outcome, tuple(faults))
+    return neutralise(job.prefix + name), outcome, faults
 
 
 def cancel_job(store: JobStore, stored: StoredJob, task: int | None, by: str | None = None) -> tuple[str, list[str]]:
