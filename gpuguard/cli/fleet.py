@@ -130,8 +130,7 @@ def top(args: argparse.Namespace) -> int:
         replies = gathered(hosts, how, None)
         now = time.monotonic()
         known = {reply.host: view.after(view.KnownHost(), reply, now) for reply in replies}
-        paint = style()
-        put(view.page(hosts, known, now, width=terminal.width(), paint=paint, ascii_only=ascii_only))
+        put(view.page(hosts, known, now, width=terminal.width(), paint=style(), ascii_only=ascii_only))
         return status(replies)
     _watch(hosts, how, every, ascii_only)
     return 0

@@ -79,8 +79,8 @@ def main(args: argparse.Namespace) -> int:
         return 0
     width, height = terminal.size()
     rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1 if len(courses) == 1 and height else _ROWS
-    paint, ascii_only = style(), args.ascii or not terminal.writes_braille()
-    put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=paint, ascii_only=ascii_only))
+    plain = args.ascii or not terminal.writes_braille()
+    put(history.to_text(metric, courses, watch, width=width, rows=rows, paint=style(), ascii_only=plain))
     return 0
 
 

@@ -505,9 +505,8 @@ def message_target(where: str | None) -> str | Target | None:
 
 def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> None:
     """Write an administrator's events where this machine's daemon writes its own.  *is_admin* None stands for root."""
-    simulated = is_simulated(args.backend)
     is_admin = os.geteuid() == 0 if is_admin is None else is_admin
-    if "GPUGUARD_EVENTS" not in os.environ and is_admin and not simulated:
+    if "GPUGUARD_EVENTS" not in os.environ and is_admin and not is_simulated(args.backend):
         os.environ["GPUGUARD_EVENTS"] = audit_log.MACHINE_EVENTS
 
 

@@ -70,7 +70,6 @@ def main(args: argparse.Namespace) -> int:
 def _record(
     args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, stop: threading.Event
 ) -> None:
-    most = args.max_size
     try:
         directory = directory_of(args)
     except ClaimError as error:
@@ -80,7 +79,9 @@ def _record(
     mask = Mask() if args.mask else None
     view: RuleView | None = reader.read()  # a fault in the first sample ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
-    tape = RecordingWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
+    tape = RecordingWriter(
+        args.file, head, most=None if args.max_size is None else args.max_size // 2, append=args.append
+    )
     began, count, trouble = time.monotonic(), 0, ""
     try:
         while True:

@@ -48,8 +48,14 @@ def supervise(
         _redirect(store.log_path(record.id, state.task, state.attempt))
         # The record comes before the check: what is cancelled after the check is ended by the process that it names.
         name = f"{record.id}.{state.task}" if len(record.tasks) > 1 else str(record.id)
-        requeue = state.requeues < record.requeue
-        details = JobDetails(args.note, job.command, job.time_limit, waited=waited, job=name, requeue=requeue)
+        details = JobDetails(
+            args.note,
+            job.command,
+            job.time_limit,
+            waited=waited,
+            job=name,
+            requeue=state.requeues < record.requeue,
+        )
         claim.write_record(directory, details)
         if _was_changed(store, record, state):
             store.append(record.id, _event(WITHDRAW, state))

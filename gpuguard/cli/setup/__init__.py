@@ -312,8 +312,7 @@ def _uuids(args: argparse.Namespace) -> list[str]:
 
 def make_directory(path: str, uuids: list[str]) -> None:
     """Make the directory with a lock file for each device; harmless when it is there already."""
-    root = os.geteuid() == 0
-    modes = {path: 0o755, f"{path}/lock": 0o755, f"{path}/claims": 0o1777 if root else 0o755}
+    modes = {path: 0o755, f"{path}/lock": 0o755, f"{path}/claims": 0o755 if os.geteuid() else 0o1777}
     with fault_as(_("{path} cannot be made").format(path=path), _("  Name another directory with --dir.")):
         for folder, mode in modes.items():
             if not os.path.lexists(folder):
