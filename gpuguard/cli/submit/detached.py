@@ -142,7 +142,7 @@ def _record(args: argparse.Namespace, store: JobStore, tasks: list[dict[str, str
     limits = _check_possible(args, job.requests)
     return new_record(
         tuple(args.command),
-        json.dumps({name: value for name, value in vars(args).items() if name in names_of_run()}),
+        json.dumps({name: getattr(args, name) for name in sorted(names_of_run() & vars(args).keys())}),
         Source(backend=args.backend, dir=args.dir),
         tasks=tuple(tasks),
         gpus=job.requests[0].num_gpus,
