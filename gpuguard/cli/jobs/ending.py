@@ -21,9 +21,7 @@ HAND_OVER_SECONDS = 15.0  # in which a supervisor that was just forked answers
 POLL_SECONDS = 0.1
 
 
-def end_task(
-    directory: LockDirectory, state: TaskState, grace: float = GRACE_SECONDS, *, by: str | None = None
-) -> None:
+def end_task(directory: LockDirectory, state: TaskState, *, by: str | None) -> None:
     """Have a task ended by its supervisor or, if that was killed, end its processes from here.
 
     This process has the rights of the owner; *by* is the user who wants it, if that is another one.
@@ -34,7 +32,7 @@ def end_task(
     until = time.monotonic() + HAND_OVER_SECONDS
     while record := read_record(directory, os.geteuid(), state.claim or ""):
         if not is_looked_after(record):
-            _end_processes(directory, record, grace)
+            _end_processes(directory, record)
             return
         try:
             cancel(directory, record.id, by)
@@ -46,8 +44,8 @@ def end_task(
             time.sleep(POLL_SECONDS)
 
 
-def _end_processes(directory: LockDirectory, claim: ClaimRecord, grace: float) -> None:
-    """End the processes of a job whose supervisor was killed: SIGTERM, and SIGKILL a *grace* later."""
+def _end_processes(directory: LockDirectory, claim: ClaimRecord) -> None:
+    """End the processes of a job whose supervisor was killed: SIGTERM, and SIGKILL GRACE_SECONDS later."""
 
     def family() -> dict[int, float]:
         held = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
@@ -61,7 +59,7 @@ def _end_processes(directory: LockDirectory, claim: ClaimRecord, grace: float) -
             and (pid in holders or born_under(claim.id, pid))
         }
 
-    until = time.monotonic() + grace
+    until = time.monotonic() + GRACE_SECONDS
     signal_tree(signal.SIGTERM, family)
     while family() and time.monotonic() < until:
         time.sleep(POLL_SECONDS)

@@ -32,9 +32,9 @@ def say_queued(args: argparse.Namespace, job: str, text: str) -> int:
     return 0
 
 
-def python_words(module: str, python: str = sys.executable) -> list[str]:
-    """Return the words that run *module* of gpuguard with *python*, whatever lies in the directory where they run."""
-    return [python, "-c", RUN_MODULE, module]
+def python_words(module: str) -> list[str]:
+    """Return the words that run *module* of gpuguard with this Python, whatever lies where they run."""
+    return [sys.executable, "-c", RUN_MODULE, module]
 
 
 def inner_words(args: argparse.Namespace) -> list[str]:
