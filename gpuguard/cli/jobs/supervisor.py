@@ -17,6 +17,7 @@ from gpuguard.cli.job_log import JobLog, JobReport
 from gpuguard.cli.options import backend_of
 from gpuguard.cli.run import ParsedRun, run_on, set_environment
 from gpuguard.errors import GpuguardError
+from gpuguard.files import closed_after
 from gpuguard.jobs.processes import become_subreaper, job_processes
 from gpuguard.locale import _, translated
 from gpuguard.model import EndCause
@@ -108,12 +109,10 @@ def _was_changed(store: JobStore, record: JobRecord, state: TaskState) -> bool:
 
 def _redirect(path: str) -> None:
     """Let the job, and what is said of it, write into its log, and read nothing."""
-    empty = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor, source in enumerate((empty, log, log)):
-        os.dup2(source, descriptor)
-    os.close(empty)
-    os.close(log)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with closed_after(os.open(os.devnull, os.O_RDONLY)) as empty, closed_after(os.open(path, flags, 0o600)) as log:
+        for descriptor, source in enumerate((empty, log, log)):
+            os.dup2(source, descriptor)
 
 
 def _use_environment(store: JobStore, record: JobRecord, state: TaskState) -> None:
