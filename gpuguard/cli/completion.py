@@ -92,10 +92,9 @@ def script_for(shell: str) -> str:
     try:
         import shtab  # from the extra [completion]
     except ImportError:
-        share = Path(sys.prefix, "share")
-        for path in (share / name for name in SHELLS[shell]):
-            if path.exists():
-                return path.read_text(encoding="utf-8")
+        for name in SHELLS[shell]:
+            with suppress(FileNotFoundError):
+                return Path(sys.prefix, "share", name).read_text(encoding="utf-8")
         raise GpuguardError(
             "shtab, which writes completion scripts, is missing: pip install 'gpuguard[completion]'."
         ) from None

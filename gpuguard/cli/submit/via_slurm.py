@@ -44,8 +44,11 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
             ).format(words=words[0])
         )
     # srun ends with these if the job did not start, so that the exit codes are those of `gpuguard run`.
-    own = {"SLURM_EXIT_ERROR": EXIT_FAILED, "SLURM_EXIT_IMMEDIATE": EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT}
-    environment = {**os.environ, **{name: str(code) for name, code in own.items()}}
+    environment = {
+        **os.environ,
+        "SLURM_EXIT_ERROR": str(EXIT_FAILED),
+        "SLURM_EXIT_IMMEDIATE": str(EXIT_NOT_NOW if args.no_wait else EXIT_TIMEOUT),
+    }
     if args.attach:
         sys.stdout.flush()
         os.execvpe(words[0], words, environment)
