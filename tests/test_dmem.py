@@ -271,56 +271,29 @@ def test_shares_of_several_partitions_are_one_limit_of_their_gpu(tmp_path: Path)
     assert machine.limits == [str(10 * GIB)]
 
 
-def in_another_version(machine: Machine) -> None:
-    (machine.tree.root / "proc/self/cgroup").write_text("4:memory:/x\n", encoding="ascii")
-
-
-def without_proc(machine: Machine) -> None:
-    (machine.tree.root / "proc/self/cgroup").unlink()
-
-
-def without_the_controller(machine: Machine) -> None:
-    (machine.own / "dmem.max").unlink()
-
-
-def beside_another_process(machine: Machine) -> None:
-    (machine.own / "cgroup.procs").write_text(f"{os.getppid()}\n{os.getpid()}\n", encoding="ascii")
-
-
-def outside_of_what_can_be_seen(machine: Machine) -> None:
-    (machine.own / "cgroup.procs").write_text("", encoding="ascii")
-
-
-def with_cgroups_below(machine: Machine) -> None:
-    (machine.own / "cgroup.stat").write_text("nr_descendants 1\n", encoding="ascii")
-
-
-def where_no_gpu_is_counted(machine: Machine) -> None:
-    machine.limit()
-
-
-def where_one_gpu_is_refused(machine: Machine) -> None:
-    first, second = machine.addresses
-    machine.limit(**{f"drm/{first}/vram": "max", f"drm/{second}/vram": REFUSED})
+OTHER_PLACES = {
+    "in another version": ("proc/self/cgroup", "4:memory:/x\n"),
+    "without /proc": ("proc/self/cgroup", None),
+    "without the controller": ("dmem.max", None),
+    "beside another process": ("cgroup.procs", f"{os.getppid()}\n{os.getpid()}\n"),
+    "outside of what can be seen": ("cgroup.procs", ""),
+    "with cgroups below": ("cgroup.stat", "nr_descendants 1\n"),
+    "where no GPU is counted": ("dmem.max", "drm/0000:99:00.0/vram max\n"),
+    "where one GPU is refused": (
+        "dmem.max",
+        f"drm/0000:99:00.0/vram max\ndrm/0000:03:00.0/vram max\ndrm/0000:23:00.0/vram {REFUSED}\n",
+    ),
+}
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize(
-    "where",
-    [
-        in_another_version,
-        without_proc,
-        without_the_controller,
-        beside_another_process,
-        outside_of_what_can_be_seen,
-        with_cgroups_below,
-        where_no_gpu_is_counted,
-        where_one_gpu_is_refused,
-    ],
-)
-def test_elsewhere_nothing_is_limited(where: Callable[[Machine], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "text"), OTHER_PLACES.values(), ids=OTHER_PLACES)
+def test_elsewhere_nothing_is_limited(name: str, text: str | None, tmp_path: Path) -> None:
     machine = Machine(tmp_path, NAVI31, NAVI31)
-    where(machine)
+    file = (tmp_path if name.startswith("proc/") else machine.own) / name
+    file.unlink()
+    if text is not None:
+        file.write_text(text, encoding="ascii")
     limits = machine.own / "dmem.max"
     before = limits.exists() and limits.read_text(encoding="ascii")
 
