@@ -431,18 +431,6 @@ def test_a_divided_device_counts_as_its_parts():
     assert judged(a_policy("warn", claimed_above=90), parent, *parts, claims=claims).verdicts != ()
 
 
-def test_k_of_n_devices_of_the_same_user():
-    devices = [
-        a_device(0, processes=(a_process(1, uid=ALICE),)),
-        a_device(1, processes=(a_process(2, uid=ALICE), a_process(3, uid=BOB))),
-    ]
-
-    judgement = judged(a_policy("warn", devices_at_least=2), *devices)
-
-    assert pids(judgement.verdicts) == {1, 2}
-    assert [(note.kind, note.subject and note.subject.pid) for note in judgement.notes] == [("devices", 3)]
-
-
 def test_of_a_finding_about_a_gpu_those_are_left_who_have_the_condition_on_enough_gpus():
     alice, bob, elsewhere = a_process(1, uid=ALICE), a_process(2, uid=BOB), a_process(3, uid=ALICE)
     index = index_sample(RuleView(busy(0, a_device(0, processes=(alice, bob)), a_device(1, processes=(elsewhere,)))))
