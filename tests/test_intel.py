@@ -181,10 +181,6 @@ def test_the_second_reader_finds_a_planted_difference(machine: Callable[..., Int
 # Faults: a file that is missing, or says something else
 
 
-def be_missing(path: Path) -> None:
-    path.unlink()
-
-
 def be_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -196,7 +192,7 @@ def be_a_fifo(path: Path) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
-    "missing": be_missing,
+    "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
     "garbage": lambda path: path.write_bytes(b"\xff\0garbage \xfe"),
     "too long a number": lambda path: path.write_text("9" * 30),

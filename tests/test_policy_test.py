@@ -216,10 +216,6 @@ def loaded(path):
     return load_policies(str(path), trusted_owner=False, accounts=accounts(people()))
 
 
-def trial_of(path):
-    return run_tests(str(path.with_name(f"{path.stem}_test.yaml")))
-
-
 every_example = pytest.mark.parametrize("path", POLICIES, ids=NAMES)
 
 
@@ -233,7 +229,7 @@ def test_an_example_has_no_faults_gives_no_warning_and_harms_nobody_until_it_is_
 
 @every_example
 def test_an_example_passes_its_own_tests_in_which_each_of_its_policies_acts(path):
-    trial = trial_of(path)
+    trial = run_tests(str(path.with_name(f"{path.stem}_test.yaml")))
 
     assert trial.faults == ()
     assert [(outcome.name, outcome.missing, outcome.surplus) for outcome in trial.outcomes if not outcome.passed] == []

@@ -122,10 +122,17 @@ def test_a_link_in_the_place_of_the_daemons_directory_is_not_given_away(set_up, 
     assert Path("/etc").stat().st_uid == 0
 
 
-def test_a_user_who_does_not_exist_is_said(set_up):
-    done = set_up("--daemon-user", "nobody-of-that-name")
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (("--daemon-user", "nobody-of-that-name"), 1, "there is no user nobody-of-that-name"),
+        (("--systemd",), 2, "leave --dir away"),  # a directory of one's own has no service
+    ],
+)
+def test_what_cannot_be_set_up_is_said(set_up, words, status, why):
+    done = set_up(*words)
 
-    assert (done.returncode, "there is no user nobody-of-that-name" in done.stderr) == (1, True)
+    assert (done.returncode, why in done.stderr) == (status, True)
 
 
 def test_a_person_named_like_the_daemon_is_not_made_its_user(monkeypatch):
@@ -504,12 +511,6 @@ def test_users_are_told_to_be_root(tmp_path, monkeypatch):
         setup_service.refuse_where_it_cannot_work("gpuguard")
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --remove"):
         setup_service.remove(str(tmp_path))
-
-
-def test_a_directory_of_ones_own_has_no_service(set_up):
-    done = set_up("--systemd")
-
-    assert (done.returncode, "leave --dir away" in done.stderr) == (2, True)
 
 
 def test_what_systemctl_says_is_passed_on(tmp_path, monkeypatch):

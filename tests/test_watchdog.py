@@ -767,21 +767,16 @@ def test_users_are_written_to_about_what_was_done_to_them_if_it_does_harm(
     guard.site_rules = replace(guard.site_rules, personal=frozenset({"owner", "of another policy"}))
     looks(guard, 3)
 
-    assert {verdict.finding.subject.user: pids_of(verdict) for verdict in messages} == told
+    assert {
+        verdict.finding.subject.user: [process.pid for process in verdict.finding.processes] for verdict in messages
+    } == told
     assert {verdict.options for verdict in messages} == ({(("to", "owner"), ("done", action))} if told else set())
     for verdict in messages:
-        assert verdict.finding.subject == replace(found.subject, **named(verdict.finding.processes[0]))
+        [first, *_] = verdict.finding.processes
+        assert verdict.finding.subject == replace(found.subject, uid=first.uid, user=first.user)
 
 
 PEOPLE = ("owner", "ops", "owner")
-
-
-def pids_of(verdict):
-    return [process.pid for process in verdict.finding.processes]
-
-
-def named(process):
-    return {"uid": process.uid, "user": process.user}
 
 
 @dataclass(frozen=True)
