@@ -25,7 +25,7 @@ from gpuguard.enforcement.preflight import (
 from gpuguard.locale import translated
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.policies.view import JobMember
-from gpuguard.procfs import start_time
+from gpuguard.procfs import pid_max, start_time
 
 UUID = a_uuid(0)
 ROW = a_process(4711)
@@ -105,6 +105,8 @@ CHECKS: list[tuple[str, Preflight, Any]] = [
     ("live", a_target(snapshot=a_snapshot(recorded=True)), "the sample is a recording, of another time or machine"),
     ("pid", a_target(process=ProcessTarget(1, 5.0, 1001, (UUID,))), "1 is no pid"),
     ("pid", a_target(process=ProcessTarget(2, 5.0, 1001, (UUID,))), None),
+    ("pid", a_target(process=ProcessTarget(pid_max(), 5.0, 1001, (UUID,))), None),
+    ("pid", a_target(process=ProcessTarget(pid_max() + 1, 5.0, 1001, (UUID,))), f"{pid_max() + 1} is no pid"),
     ("known", a_target(process=ProcessTarget(4711, None, 1001, (UUID,))), "who it is is not known"),
     ("known", a_target(process=ProcessTarget(4711, 5.0, None, (UUID,))), "who it is is not known"),
     ("fresh", a_target(clock=SNAPSHOT.clock - 0.5), "the sample is from the future"),
@@ -133,10 +135,20 @@ CHECKS: list[tuple[str, Preflight, Any]] = [
     ("listed", a_target(fresh=replace(SNAPSHOT, recorded=True)), "the driver gave no newer list"),
     ("listed", a_target(fresh=replace(SNAPSHOT, clock=9_999.0)), "the driver gave no newer list"),
     ("listed", a_target(fresh=SNAPSHOT), None),
+    ("listed", of_rows(a_process(18), ROW), None),
     ("listed", of_rows(), NOT_LISTED),
     ("listed", of_rows(a_row(start_time=7.0)), NOT_LISTED),
     ("listed", a_claim_target(fresh=a_snapshot(a_device(0, processes=None), clock=10_001.0)), None),
     ("kind", of_rows(a_row(kind="graphics", memory_used=GIB)), "it is no more than a desktop there"),
+    (
+        "kind",
+        of_rows(
+            a_row(kind="mps"),
+            a_process(18, uid=0, user="root", executable="/usr/bin/nvidia-cuda-mps-server"),
+            a_process(19, uid=1002, user="bob", kind="mps"),
+        ),
+        "an MPS server of root's shares this GPU: its clients of other users would suffer",
+    ),
     ("kind", of_rows(), None),
     ("owner", a_target(facts=None), OTHER_OWNER),
     ("owner", a_target(facts=replace(FACTS, uids=(1002, 1001, 1001, 1001))), OTHER_OWNER),
@@ -193,12 +205,13 @@ def test_a_check_says_what_it_has_against_a_target(monkeypatch, name, target, ex
 
 
 def test_a_protected_program_is_named(monkeypatch):
-    answers = iter([True, None, False])
-    monkeypatch.setattr(preflight, "in_time", lambda pid, kind, look: next(answers))
+    answers, kinds = iter([True, None, False]), []
+    monkeypatch.setattr(preflight, "in_time", lambda pid, kind, look: kinds.append(kind) or next(answers))
     target = a_target({"protected_executables": ("/usr/bin/*",)})
 
     found = [against("program", target) for _ in range(3)]
     assert found == ["/usr/bin/python3 is protected", "/usr/bin/python3 is protected", None]
+    assert kinds == ["program"] * 3 and "program" in identity._TIMES, "one that hangs spares the wait for the other"
 
 
 @pytest.mark.parametrize("kind", ["graphics", "compute+graphics", "compute"])
@@ -249,11 +262,12 @@ def test_a_process_is_only_believed_to_use_a_gpu_whose_driver_it_has_open(
         return drivers
 
     def came(uuid: str, process: Any) -> Any:
-        assert (uuid, process) == (UUID, (4711, 1000.0))
-        return arrived
+        assert process == (4711, 1000.0)
+        return {UUID: None, a_uuid(1): arrived}[uuid]
 
     monkeypatch.setattr(preflight, "driver_nodes", nodes)
-    target = a_target({"backend": Means(simulated=simulated), "arrived": came}, facts=facts)
+    process = ProcessTarget(4711, 1000.0, 1001, (UUID, a_uuid(1)))
+    target = a_target({"backend": Means(simulated=simulated), "arrived": came}, process=process, facts=facts)
 
     assert against("driver", target) == expected
     assert asked == ([] if simulated else [(DEVICE,)])
@@ -418,6 +432,16 @@ def test_an_effect_is_seen_when_the_process_is_gone_and_half_of_its_memory_is_ba
     assert seen(99 * GIB, memory_used=())
     alive[0] = True
     assert not seen(0)
+
+
+@pytest.mark.parametrize(("before", "now", "checks"), [(40, 0, []), (0, 40, ["one per device"])])
+def test_the_effect_is_looked_for_in_the_drivers_latest_answer(before, now, checks):
+    used = ((UUID, 40 * GIB),)
+    past = PastAction(SNAPSHOT.clock - 20.0, "kill", (17, 5.0), (UUID,), False, memory_used=used, memory=10 * GIB)
+    seen, fresh = (replace(SNAPSHOT, devices=(replace(DEVICE, memory_used=gib * GIB),)) for gib in (before, now))
+    target = a_target({"limits": ActionLimits([past])}, snapshot=seen, fresh=fresh)
+
+    assert [check for check, _, _ in against("limits", target) or ()] == checks
 
 
 def test_an_action_is_remembered_with_all_that_the_limits_go_by(monkeypatch):
