@@ -22,10 +22,10 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
 from gpuguard.enforcement import actions, guard_limits, identity, preflight, signals
 from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_checkpoint_signal, parse_niceness
-from gpuguard.enforcement.guard_limits import HOUR, REMEMBERED, ActionLimits, FailedCheck, PastAction
+from gpuguard.enforcement.guard_limits import HOUR, ActionLimits, PastAction
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.model import Event, Snapshot, Subject, Verdict
 from gpuguard.policies.action_kinds import COUNTED, ON_PROCESSES
 from gpuguard.policies.rule import RuleKind
 
@@ -708,123 +708,6 @@ def test_within_the_limits_it_goes_on(scene, before, action):
     assert scene.act(action).word == "sent"
 
 
-OWN, MINE = (9, 50.0), {"process": (9, 50.0)}
-ONE_PER_DEVICE, PROGRAM = "one per device", {"signature": "a program"}
-
-
-def ago(seconds: float, **fields: Any) -> PastAction:
-    """What was done so long ago, to another process on another GPU unless *fields* say more."""
-    facts = {"action": "terminate", "process": OTHER, "devices": ("GPU-other",), "live": True, **fields}
-    return PastAction(NOW - seconds, **facts)
-
-
-def others(*seconds: float, **fields: Any) -> list[PastAction]:
-    return [ago(each, **{"process": (100 + number, 1.0), **fields}) for number, each in enumerate(seconds)]
-
-
-REFUSALS: dict[str, tuple[list[PastAction], dict[str, Any], FailedCheck | None]] = {
-    "three jobs in a minute": (
-        others(59, 30, 20, action="checkpoint"),
-        {},
-        FailedCheck("rate", "3 jobs signalled in one minute are the most", 1.0),
-    ),
-    "four jobs in a minute": (
-        others(59, 50, 30, 20, action="checkpoint"),
-        {"action": "checkpoint"},
-        FailedCheck("rate", "3 jobs signalled in one minute are the most", 10.0),
-    ),
-    "the first a minute ago": (others(60, 30, 20, action="checkpoint"), {}, None),
-    "one of three jobs again": ([*others(59, 30), ago(20, process=OWN, action="checkpoint")], {}, None),
-    "rehearsed": (others(59, 30, 20, live=False), {}, None),
-    "ten jobs in an hour": (
-        others(*range(500, 600, 10)), {}, FailedCheck("victims", "10 jobs ended in one hour are the most", 3010.0)
-    ),
-    "five of the user's in an hour": (
-        others(*range(500, 550, 10), uid=7),
-        {"uid": 7},
-        FailedCheck(
-            "victims",
-            "10 jobs ended in one hour are the most, and the 5 that are left are for other users: of this one 5 were "
-            "ended",
-            3060.0,
-        ),
-    ),
-    "ten jobs in an hour, which lose no process": (others(*range(500, 600, 10)), {"action": "pause"}, None),
-    "ten jobs paused in an hour": (others(*range(500, 600, 10), action="pause"), {}, None),
-    "the job beside it just now": (
-        [ago(14, devices=("GPU",))], {}, FailedCheck(ONE_PER_DEVICE, "pid 2 on this GPU comes first", 1.0)
-    ),
-    "the job beside it is there yet": (
-        [ago(15, devices=("GPU", "GPU-2"))],
-        {},
-        FailedCheck(ONE_PER_DEVICE, "the effect on pid 2 on this GPU is not seen yet", 35.0),
-    ),
-    "the job beside it will stay": ([ago(50, devices=("GPU",))], {}, None),
-    "the job beside it was only to save its state": ([ago(14, devices=("GPU",), action="checkpoint")], {}, None),
-    "a process of the same job": ([ago(14, devices=("GPU",), job="j")], {"job": "j"}, None),
-    "the same just now": (
-        [ago(40, **MINE), ago(14, **MINE)], {}, FailedCheck("repetition", "terminate was done 14s ago", 1.0)
-    ),
-    "the same before": ([ago(15, **MINE)], {}, None),
-    "another step just now": ([ago(14, **MINE, action="checkpoint")], {}, None),
-    "never asked to end": (
-        [],
-        {"action": "kill"},
-        FailedCheck("escalation", "it was not asked to end first: put terminate before kill"),
-    ),
-    "just asked to end": (
-        [ago(29, **MINE), ago(20, **MINE)],
-        {"action": "kill"},
-        FailedCheck("escalation", "it was asked to end 29s ago, and has 30s to do it", 1.0),
-    ),
-    "asked to end": ([ago(30, **MINE), ago(2, **MINE)], {"action": "kill"}, None),
-    "started again twice": (
-        [ago(560, process=(3, 10.0), **PROGRAM), ago(555, process=(4, 40.0), **PROGRAM)],
-        PROGRAM,
-        FailedCheck(
-            "restart loop",
-            "the same program was ended 2 times within the hour, and was started again each time",
-        ),
-    ),
-    "started again once": ([ago(555, process=(4, 40.0), **PROGRAM)], PROGRAM, None),
-    "started before the others ended": (
-        [ago(500, process=(3, 10.0), **PROGRAM), ago(490, process=(4, 105.0), **PROGRAM)], PROGRAM, None
-    ),
-    "an unknown program": ([ago(560, process=(3, 10.0)), ago(555, process=(4, 40.0))], {}, None),
-    "killed before": (
-        [ago(300, **MINE, action="kill"), ago(500, **MINE)],
-        {},
-        FailedCheck("unkillable", "it was killed before: no further signal can help"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("before", "fields", "refusal"), REFUSALS.values(), ids=REFUSALS)
-def test_what_the_guard_did_before_holds_it_back_for_a_time_that_is_known(before, fields, refusal):
-    book = ActionLimits()
-    for past in sorted(before, key=lambda past: past.clock):
-        book.record(past)
-
-    failed = list(book.failed(an_action(OWN, **{"uid": 8, **fields}), lambda past: False))
-    assert failed == ([refusal] if refusal else [])
-
-
-def test_a_process_that_outlived_sigkill_is_signalled_no_more():
-    book = ActionLimits(unkillable={OWN: an_action(OWN)})
-
-    [failed] = book.failed(an_action(OWN), lambda past: True)
-    assert failed == FailedCheck("unkillable", "it outlived SIGKILL: no further signal can help")
-
-
-def test_only_the_actions_of_the_last_hour_are_remembered_but_for_who_was_asked_to_end():
-    book = ActionLimits()
-    for past in (ago(HOUR, **MINE), ago(HOUR - 1, action="pause"), an_action(OTHER, action="log")):
-        book.record(past)
-
-    assert [past.action for past in book.past] == ["pause", "log"]
-    assert list(book.failed(an_action(OWN, action="kill"), lambda past: True)) == []
-
-
 def test_a_user_of_whom_many_are_ended_uses_up_no_others_share_of_the_hour():
     book, pids, ended, refusals = guard_limits.ActionLimits(), count(2), Counter(), []
     for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
@@ -840,26 +723,6 @@ def test_a_user_of_whom_many_are_ended_uses_up_no_others_share_of_the_hour():
     assert refusals[0].wait == HOUR - NOW
 
 
-def test_users_who_were_acted_on_least_come_first_and_then_the_largest():
-    book = guard_limits.ActionLimits([PastAction(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
-    verdicts = {  # in the order in which they are to come
-        "large of another user": a_verdict(1002, 70),
-        "small of another user": a_verdict(1002, 1),
-        "claim of another user, without a process": a_verdict(1002),
-        "large of the user who was acted on": a_verdict(1001, 70),
-        "small of the user who was acted on": a_verdict(1001, 1),
-        "claim of the user who was acted on": a_verdict(1001),
-    }
-
-    assert sorted(sorted(verdicts), key=lambda name: book.priority(verdicts[name])) == list(verdicts)
-
-
-def a_verdict(uid: int, *gib: int) -> Verdict:
-    processes = tuple(a_process(uid=uid, memory_used=size * GIB) for size in gib)
-    subject = Subject("process" if gib else "claim", uid=uid)
-    return Verdict(policy="p", finding=Finding("r", subject, "why", processes), action="terminate", step=0, since=0.0)
-
-
 def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     read = identity.facts_of
     monkeypatch.setattr(identity, "facts_of", lambda *of: replace(read(*of), command="python -m ipykernel_launcher"))
@@ -869,15 +732,6 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
     scene.context(interval=1000.0)
     assert scene.act().word == "sent"
-
-
-def test_what_is_remembered_of_refusals_is_bounded_and_the_newest_stays(scene):
-    book = scene.context().limits
-    for number in range(3 * REMEMBERED):
-        assert book.refused_anew(number, "why")
-
-    assert len(book._refused) <= REMEMBERED + 1
-    assert not book.refused_anew(3 * REMEMBERED - 1, "why")
 
 
 @pytest.mark.parametrize("action", sorted(actions.ACTIONS))

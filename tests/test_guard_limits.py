@@ -82,6 +82,7 @@ CASES: dict[str, tuple[PastAction, list[PastAction], list[tuple[str, str, float 
         an_action(), [*many(JOBS_PER_HOUR - 1, ago=100.0), an_action(9, ago=HOUR - 7.0)], [("victims", VICTIMS, 7.0)]
     ),
     "not ended": (an_action(), many(JOBS_PER_HOUR, ago=600.0, action="renice"), []),
+    "it is not to end": (an_action(action="pause"), many(JOBS_PER_HOUR, ago=600.0), []),
     "half of the hour": (
         an_action(), many(JOBS_PER_HOUR // 2, ago=600.0, uid=1), [("victims", OWN, HOUR - 600.0)]
     ),
@@ -98,7 +99,9 @@ CASES: dict[str, tuple[PastAction, list[PastAction], list[tuple[str, str, float 
     ),
     "a neighbour in the hour": (an_action(), many(JOBS_PER_HOUR // 2, ago=600.0, uid=2), []),
     "a neighbour just now": (BUSY, [an_action(2, gpu=7, ago=14.0)], [(*FIRST, 1.0)]),
-    "a neighbour's effect": (BUSY, [an_action(2, gpu=7, ago=BETWEEN_ACTIONS)], [(*UNSEEN, 35.0)]),
+    "a neighbour's effect": (
+        BUSY, [an_action(2, devices=("gpu7", "gpu8"), ago=BETWEEN_ACTIONS)], [(*UNSEEN, 35.0)]
+    ),
     "a neighbour's last effect": (BUSY, [an_action(2, gpu=7, ago=EFFECT_SECONDS - 1.0)], [(*UNSEEN, 1.0)]),
     "a neighbour long ago": (BUSY, [an_action(2, gpu=7, ago=EFFECT_SECONDS)], []),
     "elsewhere, then here": (
@@ -118,6 +121,7 @@ CASES: dict[str, tuple[PastAction, list[PastAction], list[tuple[str, str, float 
         [("repetition", "warn was done 3s ago", 12.0)],
     ),
     "another was warned": (an_action(1, "warn"), [an_action(2, "warn", ago=3.0)], []),
+    "another step before": (an_action(), [an_action(1, "checkpoint", ago=3.0)], []),
     "never asked": (
         an_action(1, "kill"), [], [("escalation", "it was not asked to end first: put terminate before kill", None)]
     ),
@@ -192,7 +196,10 @@ def run(pid: int, start: float, end: float | None = None, **fields: Any) -> Past
         ([run(0, -7.0, 8000.0), run(0, -3.0, 8000.0), run(4, 9000.0)], True),  # of another boot
         ([run(2, 1000.0, 8000.0), run(3, 0.0, 9000.0), run(4, 9000.0)], False),
         ([run(2, 1000.0, 8000.0), run(3, 8000.0, 9000.0, signature="other"), run(4, 9000.0)], False),
-        ([run(2, 1000.0, 8000.0), run(3, 8000.0, 9000.0), run(4, 9000.0, signature="")], False),
+        (
+            [run(2, 1000.0, 8000.0, signature=""), run(3, 8000.0, 9000.0, signature=""), run(4, 9000.0, signature="")],
+            False,
+        ),
         ([run(4, 500.0, 8000.0), run(4, 500.0, 8500.0), run(4, 500.0)], False),  # the same process
         # Of one that was signalled twice, the last time is its end.
         ([run(2, 1000.0, 8000.0), run(2, 1000.0, 8500.0), run(3, 8200.0, 9000.0), run(4, 9000.0)], False),
@@ -218,6 +225,7 @@ def test_the_user_who_was_spared_longest_comes_first_and_then_the_most_memory():
     past = [an_action(1, uid=7), an_action(2, uid=8), an_action(3, uid=9), an_action(4, uid=None)]
     assert priority(mine, unknown, past=past) == (2, -5)
     assert priority(mine, uid=9, past=past) == (2, -5)
+    assert priority(uid=9, past=past) == (1, 0), "a claim without a process"
     assert priority(mine, mine) == (0, -10)
 
 
@@ -251,6 +259,8 @@ def test_a_memory_that_has_grown_too_long_forgets_its_older_half():
     limits.first_wanted(REMEMBERED, 0.0)
     assert limits.first_wanted(0, 1.0) == 1.0 and limits.first_wanted(REMEMBERED // 2, 1.0) == 0.0
     assert limits.first_wanted(REMEMBERED // 2 - 1, 1.0) == 1.0
+    assert all(limits.refused_anew(key, "why") for key in range(REMEMBERED + 1))
+    assert limits.refused_anew(0, "why") and not limits.refused_anew(REMEMBERED, "why")
 
 
 # What comes back from the log.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from builders import GIB, NOW, UUIDS, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot
 from queues import a_ticket
-from test_text import a_line
+from test_guard_limits import an_event
 from users import ALICE, BOB, HOG
 
 from gpuguard import procfs, users
@@ -389,7 +389,7 @@ def test_one_user_is_planned_and_lifted_as_one():
 
 def test_a_user_with_many_uids_writes_as_many_lines_as_others():
     lines = AuditQuota()
-    number = sum(lines.admits(a_line(str(FIRST + each % 50)), 5000.0) for each in range(BURST_LINES + 500))
+    number = sum(lines.admits(an_event(str(FIRST + each % 50)), 5000.0) for each in range(BURST_LINES + 500))
 
     assert number == BURST_LINES
-    assert lines.admits(a_line("alice"), 5000.0)
+    assert lines.admits(an_event("alice"), 5000.0)
