@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_uuid
-from ladders import Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
+from ladders import Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
@@ -53,17 +53,6 @@ def test_samples_may_be_a_fraction_of_a_second_apart():
     assert not any(each.notes for each in judged)
 
 
-def test_a_cancelled_ladder_says_whether_its_policy_was_changed_or_is_gone():
-    texts = []
-    for later in ((a_policy("warn", "terminate", hold=31.0),), ()):
-        watch = Watch(a_policy("warn", "terminate"))
-        watch.until(80)
-        watch.policies = later
-        texts += [note.text for note in watch.sees(busy(90)).notes]
-
-    assert texts == ["the policy was changed, its steps are cancelled", "the policy is gone, its steps are cancelled"]
-
-
 NOBODY = a_device(processes=())
 
 
@@ -94,27 +83,6 @@ def test_a_claim_whose_devices_cannot_be_seen_is_left_alone():
 
     assert watch.until(100, a_device(processes=None), claims=(claim,)) == []
     assert watch.until(200, a_device(), claims=(claim,), begin=110) == [(140, "release"), (180, "release")]
-
-
-def test_a_process_on_several_devices_is_asked_once():
-    both = [a_device(0, processes=(a_process(),)), a_device(1, processes=(a_process(),))]
-    watch = Watch(a_policy("warn", "terminate", cooldown=1000))
-    watch.until(20, *both)
-
-    (verdict,) = watch.sees(busy(30, *both)).verdicts
-
-    assert verdict.finding.why == "uses memory (and the like on 1 more GPU)"
-    assert watch.until(300, *both, begin=40) == [(90, "terminate")]
-
-
-def test_what_several_rules_have_against_the_same_process_is_said_together():
-    watch = Watch(a_policy("warn", rules=(Processes(), Processes(1)), join="any", hold=10))
-    watch.sees(busy(0))
-
-    (verdict,) = watch.sees(busy(10)).verdicts
-
-    assert verdict.finding.why == "uses memory; uses memory"
-    assert len(verdict.finding.processes) == 1
 
 
 @pytest.mark.parametrize(
