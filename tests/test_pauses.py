@@ -300,16 +300,6 @@ def test_before_that_line_is_written_it_is_not_taken_to_be_paused_nor_paused_aga
     assert not guard._memory.cooling
 
 
-def test_that_line_is_tried_again_a_minute_later_and_not_before(site):
-    guard = site.whose_end_is_unwritten()
-    guard.step()
-    assert site.told() == [("pause", "about to")] and site.owed()
-
-    guard._pauses._try_at = 0.0
-    guard.step()
-    assert site.told() == [("pause", "about to"), ("resume", "done")] and not site.owed()
-
-
 def test_without_a_place_for_the_debt_nothing_is_stopped(site, monkeypatch):
     monkeypatch.setattr(pauses, "write_file", full)
     guard = site.guard()
@@ -397,53 +387,9 @@ def test_who_was_let_go_on_and_stopped_by_another_hand_stays_stopped(tmp_path):
         assert site.told() == [("pause", "about to"), ("resume", "left")]
 
 
-def test_cpu_time_that_is_counted_late_is_no_sign_of_another_hand(site):
-    """Of 8,851 stopped processes one had used a tick more when it was looked at again."""
-    guard = site.paused()
-    guard.step()
-    guard._pauses._stood_at[site.pid, site.start_time] -= 1 / os.sysconf("SC_CLK_TCK")  # instead of a tick more now
-    site.temperature(60.0)
-    guard.step()
-
-    assert site.goes_on()
-    assert site.told() == [("pause", "about to"), ("resume", "done")]
-
-
 def cpu(pid):
     with open(f"/proc/{pid}/stat") as file:
         return sum(map(int, file.read().rpartition(") ")[2].split()[11:13]))
-
-
-def test_a_debugger_that_came_meanwhile_keeps_it_and_one_that_was_there_does_not(site, monkeypatch):
-    guard = site.paused()
-    monkeypatch.setattr(pauses, "status_words", traced)
-    site.temperature(60.0)
-    guard.step()
-    assert state(site.pid) == "T"
-    assert site.told()[-1] == ("resume", "left")
-
-    book = Pauses(site.directory, site.write)
-    book.begin(Pause((site.pid, site.start_time), traced=True))
-    book.settle(lambda *_: "it is over")
-    assert site.goes_on()
-
-
-def traced(pid, name):
-    return [b"4711"] if name == b"TracerPid" else [b"0"]
-
-
-def test_another_stop_signal_that_waits_is_not_dropped_unless_the_process_blocks_it(site, monkeypatch):
-    masks = {b"ShdPnd": 1 << (signal.SIGTSTP - 1), b"SigPnd": 0, b"SigBlk": 0}
-    monkeypatch.setattr(pauses, "status_words", lambda pid, name: [b"%x" % masks.get(name, 0)])
-    site.paused().stop()
-    assert state(site.pid) == "T"
-    assert site.told()[-1] == ("resume", "left")
-
-    masks[b"SigBlk"] = masks[b"ShdPnd"]
-    book = Pauses(site.directory, site.write)
-    book.begin(Pause((site.pid, site.start_time)))
-    book.settle(lambda *_: "it is over")
-    assert site.goes_on()
 
 
 def test_an_ended_process_is_forgotten_with_a_line_and_who_has_its_pid_is_not_touched(site):
@@ -529,23 +475,6 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_let_go_o
 
 def too_many(pid):
     raise OSError(24, os.strerror(24))
-
-
-def test_a_process_that_is_no_more_leaves_a_line(tmp_path):
-    with a_child() as child:
-        book = (site := Site(tmp_path / "claims", child.pid, 1001)).guard()._pauses
-        book.begin(Pause((child.pid, site.start_time)))
-    book.settle(lambda *_: None)
-
-    assert site.told() == [("resume", "gone")]
-
-
-def test_by_hand_nothing_is_owed():
-    with a_scene() as scene:
-        assert scene.act("pause").word == "sent"
-        until(lambda: state(scene.pid) == "T")
-        assert scene.act("resume").word == "sent"
-        until(lambda: state(scene.pid) == "S")
 
 
 def test_a_policy_resumes_nobody_whom_it_has_not_paused(tmp_path):
