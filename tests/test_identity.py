@@ -12,7 +12,6 @@ import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -456,53 +455,6 @@ def test_whose_such_a_process_is_must_be_certain_and_that_user_must_not_be_prote
 
         assert (refused["outcome"], why in refused["message"]) == ("refused", True), refused
         assert child.poll() is None
-
-
-def test_members_are_protected_and_so_is_whoever_may_be_one() -> None:
-    protected = Protected(uids=frozenset({1001}), groups=frozenset({"lab", "staff"}))
-    groups = {1002: frozenset({"lab"}), 1003: frozenset({"students"})}
-
-    assert protected.uids_of({1002, 1003, 1004}, groups) == {1001, 1002, 1004}
-    assert Protected(uids=frozenset({1001})).uids_of({1004}, {}) == {1001}
-
-
-@pytest.mark.parametrize(
-    ("facts", "spared"),
-    [
-        ({"executable": SLEEP, "executable_owner": 0}, True),
-        ({"executable": f"{SLEEP} (deleted)", "executable_owner": 0}, True),
-        ({"executable": "/no/such/sleep", "executable_owner": 0}, True),
-        ({"executable": "/no/such/sleep", "executable_owner": SOMEBODY}, False),  # a path in a place of their own
-        ({"executable": SLEEP, "executable_owner": SOMEBODY}, False),  # a file of their own, mounted there
-        ({"executable": "/usr/bin/env", "executable_owner": 0}, False),
-    ],
-)
-def test_a_program_is_known_by_its_path_and_its_owner(facts: dict[str, Any], spared: bool) -> None:
-    seen = identity.facts_of(os.getpid())
-    assert seen is not None
-
-    assert identity.runs_one_of(replace(seen, **facts), (SLEEP, "/no/such/*")) is spared
-
-
-@pytest.mark.parametrize(("glob", "spared"), [(SLEEP, True), ("/opt/*", False)])
-def test_a_program_whose_place_was_not_read_in_time_is_protected_by_its_path_alone(glob: str, spared: bool) -> None:
-    seen = identity.facts_of(os.getpid())
-    assert seen is not None
-    facts = replace(seen, executable=SLEEP, executable_owner=None, in_place=None)
-
-    assert identity.runs_one_of(facts, (glob,)) is spared
-    assert identity.has_path_of(facts, (glob,)) is spared
-
-
-def test_a_program_of_somebody_who_put_it_there_themselves_is_known_too(tmp_path: Path) -> None:
-    program = tmp_path / "server"
-    program.touch()
-    os.chown(program, somebody() or os.getuid(), -1)
-    seen = identity.facts_of(os.getpid())
-    assert seen is not None
-
-    facts = replace(seen, executable=str(program), executable_owner=somebody() or os.getuid())
-    assert identity.runs_one_of(facts, (str(program),))
 
 
 @pytest.mark.parametrize("protected", ["user", "program"])

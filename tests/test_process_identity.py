@@ -389,6 +389,7 @@ def test_the_members_of_protected_groups_are_protected_and_those_whose_groups_ar
         (a_program(None), ("/opt/*",), True, True),
         (a_program(None), (), False, False),
         (a_program("/opt/a", in_place=None), ("/opt/*",), True, True),
+        (a_program("/opt/a", in_place=None, executable_owner=None), ("/opt/*",), True, True),
         (a_program("/opt/a", in_place=False), ("/opt/*",), True, False),
         (a_program("/opt/a", executable_owner=7), ("/opt/*",), True, True),
         (a_program("/opt/a", executable_owner=8), ("/opt/*",), True, False),
