@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import shutil
-import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -518,7 +517,7 @@ def test_without_kfd_the_cards_that_have_memory_are_the_gpus(tmp_path: Path) -> 
     assert [device.processes for device in snapshot.devices] == [(), ()]
 
 
-def test_a_gpu_that_kfd_does_not_know_comes_last_and_has_no_number_of_another(tmp_path: Path) -> None:
+def test_a_gpu_that_kfd_does_not_know_comes_last_and_one_that_is_left_out_keeps_its_number(tmp_path: Path) -> None:
     tree = AmdTree(tmp_path, OLD, PHOENIX, NAVI31)
     devices = sampled(tree).devices
 
@@ -640,15 +639,12 @@ def test_a_number_of_the_chip_is_written_with_all_its_zeros(tmp_path: Path, numb
     assert uuids(AmdTree(tmp_path / "other", replace(NAVI21, unique_id=number), kfd=False)) == [f"GPU-{number:016x}"]
 
 
-@pytest.mark.parametrize("number", [None, 0])
-def test_a_gpu_without_a_number_is_named_by_its_place(tmp_path: Path, number: int | None) -> None:
-    assert uuids(AmdTree(tmp_path, replace(NAVI21, unique_id=number))) == ["PCI-0000-03-00-0"]
+# The tree adds the index of a GPU to its number.
+@pytest.mark.parametrize("numbers", [(None, 0), (9, 8)], ids=["none", "the same"])
+def test_gpus_without_numbers_of_their_own_are_named_by_their_places(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    gpus = (replace(MI210, unique_id=number) for number in numbers)
 
-
-def test_two_gpus_with_one_number_are_named_by_their_places(tmp_path: Path) -> None:
-    tree = AmdTree(tmp_path, MI210, replace(MI210, unique_id=MI210.unique_id - 1))  # type: ignore[operator]
-
-    assert uuids(tree) == ["PCI-0000-03-00-0", "PCI-0000-23-00-0"]
+    assert uuids(AmdTree(tmp_path, *gpus)) == ["PCI-0000-03-00-0", "PCI-0000-23-00-0"]
 
 
 def test_a_gpu_whose_number_cannot_be_read_while_it_is_reset_is_not_given_away(
@@ -1111,12 +1107,6 @@ def test_memory_of_the_host_that_is_not_told_is_unknown(tmp_path: Path, missing:
     assert {"memory_total", "memory_free"} <= reasons(snapshot, snapshot.devices[0]).keys()
 
 
-def test_beside_another_gpu_an_integrated_one_is_left_out_but_keeps_its_number(tmp_path: Path) -> None:
-    devices = sampled(AmdTree(tmp_path, PHOENIX, NAVI31)).devices
-
-    assert [(device.pci_bus_id, device.index, device.number) for device in devices] == [("0000:23:00.0", 0, 1)]
-
-
 def test_an_integrated_gpu_without_sensors_is_known_as_well(tmp_path: Path) -> None:
     tree = AmdTree(tmp_path, PHOENIX)
     shutil.rmtree(tree.devices[0] / "hwmon")
@@ -1144,13 +1134,6 @@ def test_how_two_gpus_are_connected(tmp_path: Path, gpus: tuple[TreeGpu, ...], l
     tree = AmdTree(tmp_path, *gpus)
 
     assert [how for *_, how in sampled(tree).topology or ()] == [level]
-
-
-def test_gpus_of_two_hives_are_not_joined(tmp_path: Path) -> None:
-    tree = AmdTree(tmp_path, *(replace(MI210, fabric=hive) for hive in (1, 1, 2, 2)))
-    joined = [pair for *pair, how in sampled(tree).topology or () if how == "NVLINK"]
-
-    assert joined == [[tree.uuid(0), tree.uuid(1)], [tree.uuid(2), tree.uuid(3)]]
 
 
 def test_gpus_below_one_switch_or_of_two_sockets(tmp_path: Path) -> None:
@@ -1208,10 +1191,3 @@ def test_16_starters_get_8_gpus_and_no_gpu_twice(tmp_path: Path) -> None:
     assert directory.path == str(tmp_path)
     assert sorted(given) == [tree.uuid(index) for index in range(8)]
     assert len(refused) == 8
-
-
-def test_the_claims_of_a_tree_lie_beside_its_files(tmp_path: Path) -> None:
-    AmdTree(tmp_path, MI210)
-
-    assert lock_directory(backend=f"amd:{tmp_path}").path == str(tmp_path)
-    assert stat.S_ISDIR(os.stat(tmp_path / "lock").st_mode)
