@@ -142,14 +142,6 @@ def test_a_uuid_has_the_prefix_by_which_locks_and_selectors_know_a_device(fake: 
     assert mthreads.open().sample(()).devices[1].uuid == "GPU-8f3c0a7e-0000-4000-8000-000000000001"
 
 
-def test_a_device_that_hangs_is_not_touched(fake: FakeMtml) -> None:
-    backend, read = mthreads.open(), list[int | None]()
-    backend.skip, backend.progress = {0}, read.append
-    snapshot = backend.sample(ALL_FIELDS)
-
-    assert (read, snapshot.devices[0].problems) == ([1], ("unresponsive",))
-
-
 def test_only_the_devices_that_are_asked_for_are_read(fake: FakeMtml) -> None:
     backend, read = mthreads.open(), list[int | None]()
     uuid = f"GPU-{fake.devices[1].uuid}"
