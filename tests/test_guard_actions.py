@@ -321,7 +321,9 @@ def test_without_a_line_in_the_log_nothing_is_done(scene, monkeypatch, action):
     monkeypatch.setattr(os, "setpriority", lambda *of: pytest.fail("a change"))
     scene.context(append=lambda event: False)
 
-    assert scene.act(action).word == "not recorded"
+    unwritten = "nothing could be written down, so nothing was done"
+    assert scene.act(action) == actions.ActionOutcome("not recorded", unwritten, scene.pid)
+    assert scene.act("log") == actions.ActionOutcome("not recorded")
 
 
 def test_the_line_is_there_before_the_signal(scene, monkeypatch):
@@ -476,15 +478,6 @@ def test_the_line_of_what_was_not_done_says_why(scene, monkeypatch):
     assert lines(scene) == [a_line(scene, "terminate", "gone", "it had ended before")]
 
 
-def test_without_a_line_nothing_is_done_and_that_is_the_outcome(scene):
-    scene.context(append=lambda event: False)
-
-    unwritten = "nothing could be written down, so nothing was done"
-    assert scene.act() == actions.ActionOutcome("not recorded", unwritten, scene.pid)
-    assert scene.act("log") == actions.ActionOutcome("not recorded")
-    assert scene.lives()
-
-
 def restricted(directory: LockDirectory, kind: str) -> dict[str, tuple[Restriction, float | None]]:
     """What stands, without its times, and for how long each was made."""
     marks = read_restrictions(directory, kind, time.time())
@@ -522,6 +515,7 @@ def test_a_quarantine_for_what_outlasts_a_boot_outlasts_it(scene, directory, out
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a protected user": ("deny", {"protected": True}, "refused", "uid {uid} is protected"),
     "a user of the system": ("deny", {"uid": 12}, "refused", "uid 12 is protected"),
+    "root": ("deny", {"uid": 0}, "refused", "uid 0 is protected"),
     "two users": ("deny", {"uid": None, "beside": True}, "refused", "no user in particular is meant"),
     "no directory": ("deny", {"directory": None}, "failed", "there is no directory of claims to write it into"),
     "no GPU": ("quarantine", {"device": None}, "refused", "no GPU is meant"),

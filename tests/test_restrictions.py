@@ -25,7 +25,7 @@ from users import ALICE, BOB
 from gpuguard.claims import restrictions
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions
-from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement import actions
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Device, Event, Finding, Subject, Verdict
@@ -116,13 +116,6 @@ def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
     monkeypatch.setattr(restrictions, "_booted", lambda: 0.0)
 
     assert read_restrictions(directory, KEPT, NOW - 1)["1001"].until == NOW
-
-
-def test_a_restriction_ends_by_itself(directory):
-    restrict(directory, QUARANTINED, "GPU-1", until=NOW)
-
-    assert read_restrictions(directory, QUARANTINED, NOW - 1).keys() == {"GPU-1"}
-    assert read_restrictions(directory, QUARANTINED, NOW) == {}
 
 
 def test_everybody_can_read_the_file_whatever_the_umask_and_without_restrictions_there_is_none(directory):
@@ -383,28 +376,6 @@ def test_only_what_is_enforced_and_was_written_down_before_is_done(directory, ac
     facts = [(one.name, one.user, one.by, (one.until or 0.0) - one.since) for one in found]
     assert facts == [(*about, "the policy greedy", 60.0)] * (word == "done")
     assert guard.events == [("dry run" if word == "dry run" else "about to", [])]
-
-
-@pytest.mark.parametrize(
-    ("action", "subject", "protected"),
-    [
-        *(("deny", Subject("device", "GPU-1", uid=uid), ()) for uid in (0, 1, 65534, None)),
-        ("deny", BOBS, (SOMEBODY,)),
-        ("quarantine", BOBS, ()),
-    ],
-)
-def test_people_of_the_system_protected_users_and_no_device_are_never_restricted(directory, action, subject, protected):
-    guard = Acting(directory)
-    guard.context = replace(guard.context, protected=frozenset(protected))
-
-    assert guard.act(a_verdict(action, subject)) == "refused"
-    assert guard.marks() == []
-
-
-def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory, monkeypatch):
-    monkeypatch.setattr(identity, "uid_min", lambda: SOMEBODY)
-
-    assert Acting(directory).act(a_verdict("deny", BOBS)) == "done"
 
 
 def gpus(count: int, *, instances: int = 0) -> list[Device]:
