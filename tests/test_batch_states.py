@@ -61,18 +61,48 @@ def reasons(these: Jobs, now: float = NOW) -> list[str]:
     return [state.why or "" for state in these.waiting(now)]
 
 
-def test_a_job_waits_until_it_has_started():
-    assert state_of().state == "waiting"
+RETRIED = happened(RETRY, 0, attempt=1, boot="boot")
+RESUMED = happened(RESUME, boot="later")
+TWICE = (started(), ended(1), started(2), ended(1, 2))
+NAMED = {"retries": 1, "retry_on": (1, 137)}
+STATES: dict[str, tuple[tuple[JobEvent, ...], dict[str, Any], str]] = {
+    "it has not started": ((), {}, "waiting"),
+    "its claim has lost its supervisor": ((started(),), {"claims": {"c0x1": False}}, "unwatched"),
+    "what waits is resumed": ((RESUMED,), {"boot": "later"}, "waiting"),
+    "what ran is resumed": ((started(), RESUMED), {"boot": "later"}, "waiting"),
+    "a restart after it was resumed": ((started(), RESUMED), {"boot": "latest"}, "lost"),
+    "what runs is resumed": ((started(), happened(RESUME, boot="boot")), {"claims": ["c0x1"]}, "running"),
+    "what has ended is resumed": ((started(), ended(1), RESUMED), {"boot": "later"}, "failed"),
+    "what was cancelled is resumed": ((started(), happened(CANCEL), RESUMED), {"boot": "later"}, "cancelled"),
+    "it was cancelled, and its supervisor killed": ((started(), happened(CANCEL)), {}, "cancelled"),
+    "it was cancelled after its end": ((started(), ended(0), happened(CANCEL)), {}, "completed"),
+    "an earlier attempt ends": ((started(), RETRIED, started(2), ended(0, 1)), {"claims": ["c0x2"]}, "running"),
+    "it may be tried once more": (TWICE, {"retries": 2}, "waiting"),
+    "it was tried as often as it may": ((*TWICE, started(3), ended(1, 3)), {"retries": 2}, "failed"),
+    "an exit code that is tried again": ((started(), ended(137)), NAMED, "waiting"),
+    "an exit code that is not tried again": ((started(), ended(2)), NAMED, "failed"),
+    "cancelled while it ran": ((started(), happened(CANCEL), ended(143)), {"retries": 3, "requeue": 3}, "cancelled"),
+    "cancelled before it is tried again": ((started(), ended(1), happened(CANCEL)), {"retries": 3}, "cancelled"),
+    "it asks to be queued again": ((started(), ended(75)), {"requeue": 1}, "waiting"),
+    "it asks too often": ((started(), ended(75), started(2), ended(75, 2)), {"requeue": 1}, "failed"),
+    "it does not ask to be queued again": ((started(), ended(1)), {"requeue": 1}, "failed"),
+    "a retry has all of its retries": (
+        (*TWICE, happened(RETRY, 0, attempt=2, boot="boot"), started(3), ended(1, 3)), {"retries": 1}, "waiting"
+    ),
+    "a retry was said twice": ((started(), ended(1), RETRIED, started(2), RETRIED), {"claims": ["c0x2"]}, "running"),
+    "an event is unknown": ((happened("later"), happened(SKIP, 0), happened(SKIP, 0)), {}, "skipped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "facts", "state"), STATES.values(), ids=STATES)
+def test_the_state_of_a_task_is_what_its_events_say(events, facts, state):
+    assert state_of(*events, **facts).state == state
 
 
 def test_a_job_runs_as_long_as_its_claim_is_held():
     state = state_of(started(), claims=["c0x1"])
 
     assert (state.state, state.attempt, state.gpus) == ("running", 1, ("3",))
-
-
-def test_a_claim_without_its_supervisor_is_unwatched():
-    assert state_of(started(), claims={"c0x1": False}).state == "unwatched"
 
 
 def test_claims_that_cannot_be_read_never_make_a_job_lost():
@@ -118,20 +148,6 @@ def test_what_was_told_to_end_before_the_machine_restarted_is_lost_and_resumed(s
     assert state_of(started(), happened(CANCEL), TOLD, boot="next").state == "cancelled"
 
 
-def test_what_is_resumed_waits_again():
-    assert state_of(happened(RESUME, boot="later"), boot="later").state == "waiting"
-    assert state_of(started(), happened(RESUME, boot="later"), boot="later").state == "waiting"
-
-
-def test_what_is_resumed_is_lost_again_after_the_next_restart():
-    assert state_of(started(), happened(RESUME, boot="later"), boot="latest").state == "lost"
-
-
-def test_a_resume_leaves_what_runs_and_what_has_ended_alone():
-    assert state_of(started(), happened(RESUME, boot="boot"), claims=["c0x1"]).state == "running"
-    assert state_of(started(), ended(1), happened(RESUME, boot="later"), boot="later").state == "failed"
-
-
 def test_a_job_that_waits_is_cancelled_at_once():
     state = state_of(happened(CANCEL))
 
@@ -165,10 +181,6 @@ def test_a_job_that_another_user_wants_to_end_says_so_while_it_runs():
     assert "being ended" in str(state_of(started(), happened(CANCEL), claims=["c0x1"]).why)
 
 
-def test_a_cancelled_job_whose_supervisor_was_killed_is_cancelled():
-    assert state_of(started(), happened(CANCEL)).state == "cancelled"
-
-
 def test_a_job_that_was_cancelled_at_the_moment_of_its_start_is_withdrawn():
     for events in ((happened(CANCEL), started()), (started(), happened(CANCEL))):
         assert state_of(*events, claims=["c0x1"]).cancelled
@@ -190,44 +202,11 @@ def test_of_two_dispatchers_the_first_has_started_a_task_and_the_second_withdraw
     assert state_of(started(), second, withdrawn, claims=["c0x1"]).state == "running"
 
 
-def test_a_job_that_has_ended_cannot_be_cancelled():
-    assert state_of(started(), ended(0), happened(CANCEL)).state == "completed"
-
-
-def test_an_end_of_an_earlier_attempt_changes_nothing():
-    state = state_of(started(), happened(RETRY, 0, attempt=1, boot="boot"), started(2), ended(0, 1), claims=["c0x2"])
-
-    assert state.state == "running"
-
-
-def test_a_failed_task_is_tried_again_so_many_times():
-    again = (started(), ended(1), started(2), ended(1, 2))
-
-    assert state_of(*again, retries=2).state == "waiting"
-    assert state_of(*again, started(3), ended(1, 3), retries=2).state == "failed"
-
-
 def test_the_pause_before_a_retry_doubles():
     first = state_of(started(), ended(1), retries=3, retry_delay=30.0)
     second = state_of(started(), ended(1), started(2), ended(1, 2), retries=3, retry_delay=30.0)
 
     assert (first.not_before, second.not_before) == (NOW + 30, NOW + 60)
-
-
-def test_only_the_named_exit_codes_are_tried_again():
-    assert state_of(started(), ended(137), retries=1, retry_on=(1, 137)).state == "waiting"
-    assert state_of(started(), ended(2), retries=1, retry_on=(1, 137)).state == "failed"
-
-
-def test_what_was_cancelled_is_never_tried_again():
-    assert state_of(started(), happened(CANCEL), ended(143), retries=3, requeue=3).state == "cancelled"
-    assert state_of(started(), ended(1), happened(CANCEL), retries=3).state == "cancelled"
-
-
-def test_a_job_that_asks_for_it_is_queued_again():
-    assert state_of(started(), ended(75), requeue=1).state == "waiting"
-    assert state_of(started(), ended(75), started(2), ended(75, 2), requeue=1).state == "failed"
-    assert state_of(started(), ended(1), requeue=1).state == "failed"
 
 
 @pytest.mark.parametrize(
@@ -253,24 +232,6 @@ def test_a_job_that_a_policy_asks_to_wait_again_does_so_however_it_ended_but_not
     assert state_of(started(), asked[0], started(2), asked[1], requeue=1).state in ("completed", "failed")
     assert state_of(started(), asked[0]).state in ("completed", "failed")
     assert state_of(started(), happened(CANCEL), asked[0], requeue=1).state == "cancelled"
-
-
-def test_a_retry_has_all_of_its_retries():
-    again = (started(), ended(1), started(2), ended(1, 2), happened(RETRY, 0, attempt=2, boot="boot"))
-
-    assert state_of(*again, started(3), ended(1, 3), retries=1).state == "waiting"
-
-
-def test_a_retry_that_was_said_twice_does_not_start_a_task_beside_itself():
-    again = happened(RETRY, 0, attempt=1, boot="boot")
-
-    assert state_of(started(), ended(1), again, started(2), again, claims=["c0x2"]).state == "running"
-
-
-def test_what_was_cancelled_before_the_restart_is_not_resumed():
-    state = state_of(started(), happened(CANCEL), happened(RESUME, boot="later"), boot="later")
-
-    assert state.state == "cancelled"
 
 
 def test_an_event_without_a_task_is_of_all_tasks():
@@ -360,10 +321,6 @@ def test_a_job_does_not_start_while_it_pauses_before_its_next_attempt():
     assert reasons(these) == ["waits before its next attempt"]
     assert these.next_time(NOW) == NOW + 30
     assert startable(these, NOW + 30) == [(1, 0)]
-
-
-def test_an_event_that_is_unknown_changes_nothing():
-    assert state_of(happened("later"), happened(SKIP, 0), happened(SKIP, 0)).state == "skipped"
 
 
 def test_a_job_does_not_start_before_its_time_or_while_it_is_held():
