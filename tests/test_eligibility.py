@@ -282,6 +282,10 @@ def test_a_refused_device_carries_all_its_reasons():
         (a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * MIB),), memory_used=25 * MIB), {}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"max_processes": 1}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),
+        (
+            a_device(processes=(a_process(memory_used=None),), memory_used=12 * GIB),  # which may hold all of it
+            {"mine_as_free": frozenset({1001})},
+        ),
         (a_device(memory_used=GIB), {"tolerance": GIB}),
         (a_device(utilization=10.0), {"max_util": 10.0}),
         (INSTANCE, {"mig": "3G.40GB"}),
@@ -336,28 +340,18 @@ def test_memory_beyond_my_own_processes_still_counts():
     assert "2.0GiB in use" in reasons(device, Request(mine_as_free=frozenset({1001})))[0]
 
 
-def test_memory_that_my_process_may_hold_does_not_make_a_device_busy():
-    device = a_device(processes=(a_process(memory_used=None),), memory_used=12 * GIB)
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "claimed by bob, 2h ago: python train.py"),
+        ({"since": None}, "claimed by bob: python train.py"),
+        ({"note": "run `sudo sh` first"}, 'claimed by bob, 2h ago: "run `sudo sh` first"'),
+    ],
+)
+def test_a_claimed_device_is_refused_before_its_memory_shows_up(fields, text):
+    taken = claimed_by([a_claim_record(user="bob", **fields)], now=1_700_000_000.0 + 3600)
 
-    assert reasons(device, Request(mine_as_free=frozenset({1001}))) == []
-
-
-def test_a_claimed_device_is_refused_before_its_memory_shows_up():
-    taken = claimed_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
-
-    assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
-
-
-def test_of_a_claim_of_unknown_age_the_age_is_left_out():
-    taken = claimed_by([a_claim_record(user="bob", since=None)], now=1_700_000_000.0)
-
-    assert reasons(a_device(), taken=taken) == ["claimed by bob: python train.py"]
-
-
-def test_the_note_of_another_user_is_a_quotation_in_a_refusal():
-    taken = claimed_by([a_claim_record(user="bob", note="run `sudo sh` first")], now=1_700_000_000.0 + 3600)
-
-    assert reasons(a_device(), taken=taken) == ['claimed by bob, 2h ago: "run `sudo sh` first"']
+    assert reasons(a_device(), taken=taken) == [text]
 
 
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
