@@ -107,38 +107,29 @@ def test_the_best_device_comes_first(request_, devices, order):
     assert in_order(*(a_device(i, **fields) for i, fields in enumerate(devices)), request=request_) == order
 
 
-def test_pack_takes_the_fullest_device_that_fits_and_spread_the_emptiest():
-    big, small = a_device(0), a_device(1, memory_total=24 * GIB)
-
-    assert chosen(a_snapshot(big, small), Request(strategy="spread")) == [0]
-    assert chosen(a_snapshot(big, small), Request(strategy="pack")) == [1]
-    assert chosen(a_snapshot(big, small), Request(strategy="pack", min_free=40 * GIB)) == [0]
-
-
-def test_pack_breaks_into_the_numa_node_that_is_broken_already():
-    devices = [a_device(i, numa_node=i // 2, processes=(BOB,) if i == 0 else ()) for i in range(4)]
-
-    assert chosen(a_snapshot(*devices), Request(strategy="pack")) == [1]
-
-
-def test_devices_of_unknown_numa_nodes_are_not_taken_to_be_on_one():
-    nodes = (1, 1, None, None)
-
-    assert chosen(a_snapshot(*(a_device(i, numa_node=node) for i, node in enumerate(nodes))), Request(2)) == [0, 1]
-
-
-def test_first_takes_the_lowest_indices():
-    devices = [a_device(i, processes=(BOB,) if i == 1 else ()) for i in range(4)]
-
-    assert chosen(a_snapshot(*devices), Request(2, strategy="first")) == [0, 2]
+BIG_AND_SMALL = [{}, {"memory_total": 24 * GIB}]
+WINNERS = {
+    "spread takes the emptiest": (BIG_AND_SMALL, Request(strategy="spread"), [0]),
+    "pack takes the fullest": (BIG_AND_SMALL, Request(strategy="pack"), [1]),
+    "pack takes the fullest that fits": (BIG_AND_SMALL, Request(strategy="pack", min_free=40 * GIB), [0]),
+    "pack breaks into the NUMA node that is broken already": (
+        [{"numa_node": 0, "processes": (BOB,)}, {"numa_node": 0}, {"numa_node": 1}, {"numa_node": 1}],
+        Request(strategy="pack"),
+        [1],
+    ),
+    "devices of unknown NUMA nodes are not taken to be on one": (
+        [{"numa_node": node} for node in (1, 1, None, None)], Request(2), [0, 1]
+    ),
+    "first takes the lowest indices": ([{}, {"processes": (BOB,)}, {}, {}], Request(2, strategy="first"), [0, 2]),
+    "in the order of their indices": ([{}] * 5, Request(2, prefer=("3", "1")), [1, 3]),
+    "at most as many as are wanted": ([{}] * 5, Request(2, max_gpus=4), [1, 2, 3, 4]),
+    "as many as there are": ([{}] * 5, Request(2, max_gpus=9), [0, 1, 2, 3, 4]),
+}  # fmt: skip
 
 
-def test_winners_come_in_index_order_and_at_most_max_gpus():
-    idle = a_snapshot(*[a_device(i) for i in range(5)])
-
-    assert chosen(idle, Request(2, prefer=("3", "1"))) == [1, 3]
-    assert chosen(idle, Request(2, max_gpus=4)) == [1, 2, 3, 4]
-    assert chosen(idle, Request(2, max_gpus=9)) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize(("devices", "request_", "winners"), WINNERS.values(), ids=WINNERS)
+def test_the_winners_are_those_of_the_strategy(devices, request_, winners):
+    assert chosen(a_snapshot(*(a_device(i, **fields) for i, fields in enumerate(devices))), request_) == winners
 
 
 def test_several_devices_are_whole_gpus_or_instances_but_never_both():
