@@ -31,6 +31,8 @@ AROUND = {
     LAUNCHER: ProcessStat(SHELL, "S", 900.0, session=SHELL, group=LAUNCHER),
 }
 
+Parents = dict[int, tuple[int, int | None]]  # pid -> its parent, and its process group
+
 
 def rank(pid: int, *, start: float = 1000.0, uid: int = 1001, gib: int = 10, program: str = PYTHON) -> Any:
     return a_process(pid, start_time=start, uid=uid, user=f"u{uid}", memory_used=gib * GIB, executable=program)
@@ -41,7 +43,7 @@ def seen_as(process: Any, parent: int, group: int | None = None) -> dict[int, Pr
     return {process.pid: ProcessStat(parent, "S", process.start_time, group=own, session=own)}
 
 
-def view_of(clock: float, devices: list[Device], parents: dict[int, tuple[int, int | None]], **fields: Any) -> RuleView:
+def view_of(clock: float, devices: list[Device], parents: Parents, **fields: Any) -> RuleView:
     """A sample whose processes have these parents and process groups."""
     seen = dict(AROUND)
     for process in (row for device in devices for row in device.processes or ()):
@@ -49,40 +51,52 @@ def view_of(clock: float, devices: list[Device], parents: dict[int, tuple[int, i
     return RuleView(busy(clock, *devices, **fields), seen=seen)
 
 
-def number_of_jobs(parents: dict[int, tuple[int, int | None]], *processes: Any, **fields: Any) -> int:
+def number_of_jobs(parents: Parents, *processes: Any, **fields: Any) -> int:
     view = view_of(0, [a_device(processes=processes)], parents, **fields)
     return len(set(jobs_of(member_of(process, view) for process in processes).values()))
 
 
-def test_processes_of_one_group_are_one_job_and_two_jobs_of_one_shell_are_two():
-    one, other = rank(101), rank(102)
+ONE, OTHER = rank(101), rank(102)
+OF_A_LAUNCHER: Parents = {101: (LAUNCHER, None), 102: (LAUNCHER, None)}
+OF_A_SHELL: Parents = {101: (SHELL, 101), 102: (SHELL, 102)}
+CLAIM = a_claim_record(holders=(LAUNCHER,), pid=LAUNCHER)
+JOBS: dict[str, tuple[Parents, list[Any], tuple[Any, ...], int]] = {
+    "processes of one group": ({101: (LAUNCHER, 101), 102: (101, 101)}, [ONE, OTHER], (), 1),
+    "processes of one group, of two users": (
+        {101: (SHELL, 77), 102: (SHELL, 77)}, [ONE, rank(102, uid=1002)], (), 2
+    ),
+    "ranks to which a launcher gives sessions of their own": (
+        {101 + place: (LAUNCHER, None) for place in range(8)},
+        [rank(101 + place, start=1000.0 + place) for place in range(8)],
+        (),
+        1,
+    ),
+    "a minute later": (OF_A_LAUNCHER, [ONE, rank(102, start=1061.0)], (), 2),
+    "another program": (OF_A_LAUNCHER, [ONE, rank(102, program="/usr/bin/java")], (), 2),
+    "another user": (OF_A_LAUNCHER, [ONE, rank(102, uid=1002)], (), 2),
+    "two of one shell": (OF_A_SHELL, [ONE, OTHER], (), 2),
+    "two sessions of one shell": ({101: (SHELL, None), 102: (SHELL, None)}, [ONE, OTHER], (), 2),
+    "of no parent": ({101: (INIT, None), 102: (INIT, None)}, [ONE, OTHER], (), 2),
+    "of one not seen": ({101: (999, None), 102: (999, None)}, [ONE, OTHER], (), 2),
+    "a claim, and a notebook beside it": (
+        {101: (LAUNCHER, 101), 102: (101, 102), 103: (SHELL, 103)},
+        [ONE, rank(102, start=5000.0), rank(103)],
+        (CLAIM,),
+        2,
+    ),
+    "a claim within a claim": (
+        {101: (LAUNCHER, 101), 102: (SHELL, 101)},
+        [ONE, OTHER],
+        (a_claim_record(holders=(SHELL,)), a_claim_record(id="inner", holders=(LAUNCHER,))),
+        2,
+    ),
+    "what only may belong to a claim": (OF_A_SHELL, [ONE, OTHER], (a_claim_record(holders=(555,), pid=555),), 2),
+}  # fmt: skip
 
-    assert number_of_jobs({101: (LAUNCHER, 101), 102: (101, 101)}, one, other) == 1
-    assert number_of_jobs({101: (SHELL, 101), 102: (SHELL, 102)}, one, other) == 2
 
-
-def test_the_ranks_that_a_launcher_gives_sessions_of_their_own_are_one_job():
-    ranks = [rank(101 + place, start=1000.0 + place) for place in range(8)]
-
-    assert number_of_jobs({one.pid: (LAUNCHER, None) for one in ranks}, *ranks) == 1
-
-
-@pytest.mark.parametrize(
-    ("second", "parent"),
-    [
-        (rank(102, start=1061.0), LAUNCHER),
-        (rank(102, program="/usr/bin/java"), LAUNCHER),
-        (rank(102, uid=1002), LAUNCHER),
-        (rank(102), SHELL),
-        (rank(102), INIT),
-        (rank(102), 999),
-    ],
-    ids=["a minute later", "another program", "another user", "of a shell", "of no parent", "of one not seen"],
-)
-def test_what_shares_less_than_that_is_another_job(second: Any, parent: int):
-    own = LAUNCHER if parent == LAUNCHER else parent
-
-    assert number_of_jobs({101: (own, None), 102: (parent, None)}, rank(101), second) == 2
+@pytest.mark.parametrize(("parents", "processes", "claims", "number"), JOBS.values(), ids=JOBS)
+def test_processes_are_one_job_by_their_claim_their_group_or_their_launcher(parents, processes, claims, number):
+    assert number_of_jobs(parents, *processes, claims=claims) == number
 
 
 def test_a_parent_that_leads_a_session_starts_jobs_of_their_own():
@@ -91,32 +105,6 @@ def test_a_parent_that_leads_a_session_starts_jobs_of_their_own():
     view = replace(view, seen=dict(view.seen) | {30: ProcessStat(INIT, "S", 5.0, session=30, group=30)})
 
     assert len(set(jobs_of(member_of(one, view) for one in view.snapshot.devices[0].processes or ()).values())) == 2
-
-
-def test_a_group_that_two_users_share_is_two_jobs():
-    assert number_of_jobs({101: (SHELL, 77), 102: (SHELL, 77)}, rank(101), rank(102, uid=1002)) == 2
-
-
-def test_a_claim_is_one_job_and_a_notebook_beside_it_another():
-    ranks, notebook = [rank(101), rank(102, start=5000.0)], rank(103)
-    claim = a_claim_record(holders=(LAUNCHER,), pid=LAUNCHER)
-    parents = {101: (LAUNCHER, 101), 102: (101, 102), 103: (SHELL, 103)}
-
-    assert number_of_jobs(parents, *ranks, notebook, claims=(claim,)) == 2
-
-
-def test_of_two_claims_around_a_process_the_innermost_counts():
-    outer, inner = a_claim_record(holders=(SHELL,)), a_claim_record(id="inner", holders=(LAUNCHER,))
-    parents = {101: (LAUNCHER, 101), 102: (SHELL, 101)}
-
-    assert number_of_jobs(parents, rank(101), rank(102), claims=(outer, inner)) == 2
-
-
-def test_what_only_may_belong_to_a_claim_is_no_part_of_it():
-    claim = a_claim_record(holders=(555,), pid=555)
-    parents = {101: (SHELL, 101), 102: (SHELL, 102)}
-
-    assert number_of_jobs(parents, rank(101), rank(102), claims=(claim,)) == 2
 
 
 def test_a_process_whose_pid_is_another_one_by_now_is_alone():
@@ -151,7 +139,7 @@ def test_a_process_stays_in_its_job_when_its_claim_has_ended_or_its_group_is_ano
 # What the engine makes of it.
 
 
-def eight_ranks(gib: int = 10) -> tuple[list[Device], dict[int, tuple[int, int | None]]]:
+def eight_ranks(gib: int = 10) -> tuple[list[Device], Parents]:
     """A job of eight ranks on four GPUs."""
     ranks = [rank(101 + place, gib=gib) for place in range(8)]
     devices = [a_device(n, processes=ranks[2 * n : 2 * n + 2], memory_used=2 * gib * GIB) for n in range(4)]
