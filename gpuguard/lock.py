@@ -82,12 +82,6 @@ def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.enviro
     return read_record(directory, os.geteuid(), environ.get("GPUGUARD_CLAIM", ""))
 
 
-def has_queue(directory: LockDirectory, kinds: tuple[str, ...] = ("ticket.", "reserve.")) -> bool:
-    """Return whether there may be a queue or a reservation: this check is all that both cost if there is neither."""
-    starts = tuple(directory.prefix + kind for kind in kinds)
-    return any(name.startswith(starts) for name in directory.names())
-
-
 def pause_waiting() -> bool:
     """Let other processes lead the queue while this one is stopped, until go_on_waiting().
 
@@ -178,7 +172,7 @@ class Allocator:
             from gpuguard.queue.broker_client import refuse_without_daemon  # only where the daemon gives the locks
 
             refuse_without_daemon(self.directory)
-        is_reserved = self.outer is None and has_queue(self.directory, ("reserve.",))
+        is_reserved = self.outer is None and self.directory.has("reserve.")
         (request, *_), snapshot = self._sample_all(list_processes=is_reserved)
         reserved: dict[str, str] = {}
         if is_reserved:
@@ -286,7 +280,7 @@ class Allocator:
         failures: list[float] = []
         while True:
             try:
-                if self._queued is None and self.outer is None and (error or has_queue(self.directory)):
+                if self._queued is None and self.outer is None and (error or self.directory.has("ticket.", "reserve.")):
                     from gpuguard.queue.waiter import WaitingRequest  # over 10 ms, and most jobs find free devices
 
                     self._queued = WaitingRequest(self.backend, self.directory, self.job)

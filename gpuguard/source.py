@@ -178,7 +178,7 @@ def with_quarantine(snapshot: Snapshot, directory: LockDirectory | None) -> Snap
 def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
     """*snapshot* with the devices that are kept for a reservation that has begun, and for which user."""
     try:
-        if not any(name.startswith(f"{directory.prefix}reserve.") for name in directory.names()):
+        if not directory.has("reserve."):
             return snapshot
         # These load the reader of the site's rules, which is worth it only if something is reserved.
         from gpuguard.queue.reasons import reserved_now

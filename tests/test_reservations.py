@@ -18,7 +18,6 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import DENIED, Restriction, change
 from gpuguard.cli.reserve import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
-from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord
 from gpuguard.queue import reservations
 from gpuguard.queue.calendar import Reservation
@@ -215,7 +214,7 @@ def test_what_is_written_is_read(directory):
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
     assert made.user == users.user_name(os.geteuid())
     assert abs(made.made - time.time()) < 60
-    assert has_queue(directory)
+    assert directory.has("ticket.", "reserve.")
 
 
 def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
@@ -223,7 +222,7 @@ def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
     (path,) = record_arrival(directory, [made])
 
     assert read_reservations(directory, made.ends)[0] == []
-    assert not has_queue(directory)
+    assert not directory.has("ticket.", "reserve.")
     read_reservations(directory, time.time())
     assert os.path.exists(path)  # a moment ago: the next look may still need it
 

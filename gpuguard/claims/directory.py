@@ -81,6 +81,11 @@ class LockDirectory:
         """Return the names of the files among the records."""
         return [] if self.is_missing() else os.listdir(self.records)
 
+    def has(self, *kinds: str) -> bool:
+        """Return whether a name among the records begins with one of *kinds*, such as "ticket."."""
+        starts = tuple(self.prefix + kind for kind in kinds)
+        return any(name.startswith(starts) for name in self.names())
+
     def count(self, kind: str) -> int:
         """Return how many of the names among the records begin with *kind*."""
         return sum(name.startswith(self.prefix + kind) for name in self.names())

@@ -26,7 +26,7 @@ from gpuguard.cli.options import (
 )
 from gpuguard.clusters.device_variables import outer_devices
 from gpuguard.locale.messages import all_of
-from gpuguard.lock import Allocator, has_queue, outer_claim
+from gpuguard.lock import Allocator, outer_claim
 from gpuguard.model import Snapshot
 from gpuguard.queue.reasons import passing_text, position_text, unplanned_texts
 from gpuguard.queue.state import read_queue
@@ -62,7 +62,7 @@ def _start_in_queue(
     directory: LockDirectory, snapshot: Snapshot, request: Request, time_limit: float | None
 ) -> tuple[bool, str] | None:
     """Return (whether it could start now, its queue position and why), or None if it would not have to queue."""
-    if not has_queue(directory) or outer_claim(directory):
+    if not directory.has("ticket.", "reserve.") or outer_claim(directory):
         return None
     ticket = new_ticket([request], time_limit=time_limit)
     queue = read_queue(directory, snapshot, ticket)

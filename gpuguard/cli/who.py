@@ -136,7 +136,7 @@ def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None
     """Return the claim directory, or None if it has no file of that kind."""
     try:
         directory = options.directory_of(args)
-        there = any(name.startswith(directory.prefix + kind) for name in directory.names())
+        there = directory.has(kind)
     except (ClaimError, OSError):
         return None
     return directory if there else None

@@ -33,7 +33,7 @@ from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.jobs.adoption import ENDING
 from gpuguard.locale.messages import all_of, sentence
-from gpuguard.lock import Allocator, has_queue
+from gpuguard.lock import Allocator
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.queue.reasons import reserved_for_others
 from gpuguard.request import Request, fields_needed
@@ -60,8 +60,7 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
         wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
-        is_reserved = has_queue(directory, ("reserve.",))
-        taken = reserved_for_others(backend, directory, snapshot, request) if is_reserved else {}
+        taken = reserved_for_others(backend, directory, snapshot, request) if directory.has("reserve.") else {}
         taken |= restrictions_against(directory, uuids, given.uid, time.time())
         allocator = Allocator(backend, directory, [request], environ={})
         if claim := allocator.lock_best(request, snapshot, taken, with_record=False):

@@ -127,7 +127,7 @@ def reservation_calendar(
     directory: LockDirectory, uuids: Collection[str], claims: Sequence[ClaimRecord], now: float
 ) -> ReservationCalendar:
     """Read the reservations and judge which count *now*, on a machine with these devices and living claims."""
-    if not _has_reservations(directory):
+    if not directory.has("reserve."):
         return ReservationCalendar(now=now)
     reservations, ignored, arrivals = read_reservations(directory, now)
     keys = read_queue_settings(directory).rules.reservations
@@ -140,17 +140,12 @@ def reservation_calendar(
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
     """Return *snapshot*, with the MIG instances if some are reserved: only reading health (39 calls) shows them."""
-    if not _has_reservations(directory):
+    if not directory.has("reserve."):
         return snapshot
     shown = {device.uuid for device in snapshot.devices}
     reservations, *_ = read_reservations(directory, snapshot.taken_at)
     reserved = {uuid for reservation in reservations for uuid in reservation.devices if names_instance(uuid)}
     return snapshot if reserved <= shown else snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
-
-
-def _has_reservations(directory: LockDirectory) -> bool:
-    start = f"{directory.prefix}reserve."
-    return any(name.startswith(start) for name in directory.names())
 
 
 def judge(
@@ -367,7 +362,7 @@ def record_arrivals_seen(directory: LockDirectory, snapshot: Snapshot, waiting: 
     files = daemon_files(directory)
     if (
         files.owner is None
-        or not (snapshot.taken_at and claims_readable(snapshot) and _has_reservations(directory))
+        or not (snapshot.taken_at and claims_readable(snapshot) and directory.has("reserve."))
         or not touch(files.file(_LOOKED))
     ):
         return
