@@ -248,30 +248,31 @@ def exec_fault(program: str) -> int | None:
 
 def failure(program: str, code: int) -> tuple[int, str]:
     """Return the exit code and the message for a *program* that could not be started, as a shell gives them."""
-    reason, is_missing = os.strerror(code), code in (errno.ENOENT, errno.ENOTDIR)
-    is_absent, is_denied, is_script = code == errno.ENOENT, code == errno.EACCES, program.endswith(".py")
-    variable, has_value, _value = program.partition("=")
-    if is_absent and os.path.isfile(program) and "/" not in program:
-        how = f"python {program}" if is_script else f"./{program}"
-        text = _("command not found in PATH, but here.  Write `gpuguard run ... -- {how}`.").format(how=how)
-    elif is_absent and "/" in program and os.path.exists(program):
-        text = _("the interpreter that its first line names does not exist.")
-    elif is_missing and " " in program.strip():
-        text = _("command not found.  Leave out the quotes around the command; where it needs a shell: sh -c '...'.")
-    elif is_absent and has_value and variable.isidentifier():
-        text = _("command not found.  To set a variable: env {program} CMD.").format(program=program)
-    elif is_missing:
-        text = _("command not found.  Is it installed, and in PATH?")
-    elif code == errno.ENOEXEC:
-        text = _("{reason}.  A script needs a first line such as #!/bin/sh.").format(reason=reason)
-    elif is_denied and is_script:
-        text = _("{reason}.  Write `gpuguard run ... -- python {program}`.").format(reason=reason, program=program)
-    elif is_denied and os.path.isdir(program):
-        text = _("it is a directory, not a program.")
-    elif is_denied:
-        text = _("{reason}.  `chmod +x` makes a file a program.").format(reason=reason)
-    else:
-        text = f"{reason}."
+    is_missing, is_absent = code in (errno.ENOENT, errno.ENOTDIR), code == errno.ENOENT
+    is_denied, is_script, is_path = code == errno.EACCES, program.endswith(".py"), "/" in program
+    is_here, has_no_interpreter = os.path.isfile(program) and not is_path, os.path.exists(program) and is_path
+    variable, sets_one, _value = program.partition("=")
+    texts = (
+        (is_absent and is_here, _("command not found in PATH, but here.  Write `gpuguard run ... -- {how}`.")),
+        (is_absent and has_no_interpreter, _("the interpreter that its first line names does not exist.")),
+        (
+            is_missing and " " in program.strip(),
+            _("command not found.  Leave out the quotes around the command; where it needs a shell: sh -c '...'."),
+        ),
+        (
+            is_absent and sets_one and variable.isidentifier(),
+            _("command not found.  To set a variable: env {program} CMD."),
+        ),
+        (is_missing, _("command not found.  Is it installed, and in PATH?")),
+        (code == errno.ENOEXEC, _("{reason}.  A script needs a first line such as #!/bin/sh.")),
+        (is_denied and is_script, _("{reason}.  Write `gpuguard run ... -- python {program}`.")),
+        (is_denied and os.path.isdir(program), _("it is a directory, not a program.")),
+        (is_denied, _("{reason}.  `chmod +x` makes a file a program.")),
+        (True, "{reason}."),
+    )
+    how = f"python {program}" if is_script else f"./{program}"
+    text = next(text for applies, text in texts if applies)
+    text = text.format(reason=os.strerror(code), program=program, how=how)
     return EXIT_NOT_FOUND if is_missing else EXIT_NOT_EXECUTABLE, f"{program or repr(program)}: {text}"
 
 
