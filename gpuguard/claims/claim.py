@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock, unusable_locks
+from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, remove_if_same, try_flock, unusable_locks
 from gpuguard.claims.holders import as_written, locked_by
 from gpuguard.claims.records import (
     locked_slots,
@@ -227,9 +227,8 @@ class Claim(Sequence[Device]):
 
     def _release_record(self, *, ours: bool) -> None:
         if self._record:
-            if ours and is_same_file(self._record.descriptor, self._record.path):
-                with suppress(OSError):  # it was released from outside at the same moment
-                    os.unlink(self._record.path)
+            if ours:
+                remove_if_same(self._record.descriptor, self._record.path)
             _close(self._record, unlock=ours)
             self._record = None
 

@@ -442,6 +442,13 @@ def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> 
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
+def remove_if_same(descriptor: int, path: str) -> None:
+    """Remove the file at *path* if it is that of *descriptor* and this user may; another process may be quicker."""
+    with suppress(OSError):
+        if is_same_file(descriptor, path):
+            os.unlink(path)
+
+
 def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
     """Lock *descriptor* without waiting, or return False if it is locked elsewhere.
 

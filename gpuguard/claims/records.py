@@ -36,9 +36,9 @@ from gpuguard.claims.directory import (
     Gate,
     LockDirectory,
     existing_locks,
-    is_same_file,
     is_unlocked,
     open_lock,
+    remove_if_same,
     try_flock,
 )
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
@@ -142,8 +142,7 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
                 raise
     except BaseException:
         for name in (unfinished, path):  # at an interruption it may have its real name already
-            if is_same_file(descriptor, name):
-                os.unlink(name)
+            remove_if_same(descriptor, name)
         os.close(descriptor)
         raise
     return path, descriptor
@@ -242,9 +241,8 @@ def _read_record(directory: LockDirectory, name: str) -> ClaimRecord | None:
         return None
     with closed_after(descriptor):
         if is_unlocked(descriptor):
-            if os.geteuid() in (status.st_uid, 0) and is_same_file(descriptor, path):
-                with suppress(OSError):  # another reader was quicker
-                    os.unlink(path)
+            if os.geteuid() in (status.st_uid, 0):
+                remove_if_same(descriptor, path)
             return None
         key = name[len(f"{directory.prefix}claim.") : -len(".json")]
         uid, *claim_id = key.split(".")

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.claims import grants
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked
+from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, is_unlocked, remove_if_same
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
 from gpuguard.device_state import Processes, claim_of, device_title, may_compute
@@ -164,9 +164,7 @@ def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
         handle.renew_granted()
     if handle.record < 0:
         return
-    with suppress(OSError):  # only its owner and root may; a record that is not locked counts for nothing
-        if is_same_file(handle.record, handle.path):
-            os.unlink(handle.path)
+    remove_if_same(handle.record, handle.path)  # or not: a record that is not locked counts for nothing
     fcntl.flock(handle.record, fcntl.LOCK_UN)
 
 

@@ -25,13 +25,12 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, written_at
+from gpuguard.claims.directory import LockDirectory, daemon_files, remove_if_same, written_at
 from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import first_of_each, unfinished_path
 from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
@@ -406,10 +405,8 @@ def _read_reservation(
     reservation = read_document(descriptor, key, number, MAX_BYTES, partial(_reservation_of, number=number))
     if isinstance(reservation, IgnoredFile) or reservation.ends > now:
         return reservation
-    path = _path(directory, reservation.maker, number)
-    if os.geteuid() in (reservation.maker, 0) and is_same_file(descriptor, path):
-        with suppress(OSError):
-            os.unlink(path)
+    if os.geteuid() in (reservation.maker, 0):
+        remove_if_same(descriptor, _path(directory, reservation.maker, number))
     return None
 
 

@@ -26,7 +26,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, is_unlocked, try_flock, written_at
+from gpuguard.claims.directory import (
+    LockDirectory,
+    daemon_files,
+    is_same_file,
+    is_unlocked,
+    remove_if_same,
+    try_flock,
+    written_at,
+)
 from gpuguard.claims.records import files_by_user, first_of_each, is_id, unfinished_path
 from gpuguard.claims.restrictions import SET_BACK, read_restrictions
 from gpuguard.device_state import grouped
@@ -147,9 +155,8 @@ class OwnTicket:
         """Remove the ticket.  It can be called again, also after it was interrupted."""
         descriptors = (self._descriptor, self.waker)
         for path, descriptor in zip((self._ticket, self._bell), descriptors, strict=True):
-            with suppress(OSError):
-                if descriptor >= 0 and is_same_file(descriptor, path):
-                    os.unlink(path)
+            if descriptor >= 0:
+                remove_if_same(descriptor, path)
         self._descriptor = self.waker = -1
         for descriptor in descriptors:
             if descriptor >= 0:
@@ -414,9 +421,8 @@ def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> T
     uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
     if os.geteuid() in (uid, 0) and is_id(number):
         path, waker = (_path(directory, *words) for words in (("ticket", ticket_id), ("bell", f"{uid}.{number}")))
+        remove_if_same(descriptor, path)
         with suppress(OSError):
-            if is_same_file(descriptor, path):
-                os.unlink(path)
             if stat.S_ISFIFO(status_in_place(waker).st_mode):
                 os.unlink(waker)
     return None
