@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import stat
 import time
 from contextlib import contextmanager, suppress
@@ -162,6 +163,14 @@ def remove_leftover(path: str) -> None:
     with suppress(OSError):
         if time.time() - status_in_place(path).st_mtime > LEFTOVER_SECONDS:
             os.unlink(path)
+
+
+def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
+    """Sleep until one of *descriptors* is readable, at most so many seconds, and return those that are."""
+    poll = select.poll()  # select() knows no descriptor above 1023
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds * 1000))}
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import subprocess
 from _thread import allocate_lock
 from contextlib import suppress
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends import spawn
-from gpuguard.files import close_all, closed_after, device_of, hold_in_place, status_in_place
+from gpuguard.files import close_all, closed_after, device_of, hold_in_place, status_in_place, wait_for
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.procfs import charge, in_first_pid_namespace, in_time, owed_by, stopwatch, uid_behind
 from gpuguard.users import accountable_uid, user_name
@@ -363,7 +362,7 @@ def _read_by_reader(pid: int | str, uid: int, seconds: float) -> tuple[list[tupl
             _, reader, ask, answers = _started()
             begun = monotonic()
             spawn.send(ask, (pid, seconds))
-            if not _has_answer(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
+            if not wait_for([answers], seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
                 _hanging[uid] = reader
                 charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
@@ -405,17 +404,11 @@ def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
         close_all(opened)
         raise
     close_all((request_end, answer_end))
-    if not _has_answer(answers, START_SECONDS) or spawn.receive(answers) is None:
+    if not wait_for([answers], START_SECONDS) or spawn.receive(answers) is None:
         close_all((ask, answers))
         _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))
     return os.getpid(), process, ask, answers
-
-
-def _has_answer(answers: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(answers, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 def _close() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pwd
-import select
 import signal
 import time
 from contextlib import suppress
@@ -31,6 +30,7 @@ from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
+from gpuguard.files import wait_for
 from gpuguard.jobs.adoption import ENDING
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.lock import Allocator
@@ -124,10 +124,7 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
     while True:
         steps.refresh()
         alone = not steps.pidfds
-        poll = select.poll()
-        for descriptor in (woken, *steps.pidfds):
-            poll.register(descriptor, select.POLLIN)
-        for descriptor, _events in poll.poll(None if steps.pidfds and steps.contained else POLL_SECONDS * 1000):
+        for descriptor in wait_for([woken, *steps.pidfds], None if steps.pidfds and steps.contained else POLL_SECONDS):
             if descriptor != woken:
                 del steps.pidfds[descriptor]
                 os.close(descriptor)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import select
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,6 +21,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import as_written, takers_of
 from gpuguard.claims.records import locks_held
 from gpuguard.device_state import idle_limit
+from gpuguard.files import wait_for
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, is_responsive
 from gpuguard.queue.tickets import wake
@@ -115,14 +115,6 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching all processes."""
         self.watch(())
-
-
-def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
-    """Sleep until one of *descriptors* is readable, at most so many seconds, and return those that are."""
-    poll = select.poll()  # select() knows no descriptor above 1023
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds * 1000))}
 
 
 def flock_holder(descriptor: int) -> int | None:

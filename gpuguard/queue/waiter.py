@@ -33,6 +33,7 @@ from gpuguard.errors import (
     NotEnoughGpus,
     passing,
 )
+from gpuguard.files import wait_for
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
@@ -46,7 +47,6 @@ from gpuguard.queue.leader import (
     Leader,
     ProcessWatch,
     flock_holder,
-    wait_for,
 )
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reasons import brief_text, kept_for_others, position_text

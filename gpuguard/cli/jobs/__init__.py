@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from gpuguard import files
 from gpuguard.batch.dispatchers import start_missing
 from gpuguard.batch.job_facts import claims_waited_for, directory_of, held_claims, open_jobs, read_jobs
 from gpuguard.batch.job_records import JobStore
@@ -179,7 +180,6 @@ def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, 
     """Wait until jobs have ended; return the first exit code but 0, 124 if it takes too long, or 125 for lost."""
     until = None if seconds is None else time.monotonic() + seconds
     from gpuguard.queue.leader import DirectoryWatch  # 20 ms, for those that wait
-    from gpuguard.queue.leader import wait_for as wait_for_any
 
     watch = None
     with suppress(OSError):  # the kernel has no watch left for this user
@@ -194,7 +194,7 @@ def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, 
         left = CHECK_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
             return EXIT_NO_PATIENCE
-        wait_for_any([watch.descriptor] if watch else [], min(left, CHECK_SECONDS if watch else FOLLOW_SECONDS))
+        files.wait_for([watch.descriptor] if watch else [], min(left, CHECK_SECONDS if watch else FOLLOW_SECONDS))
         if watch:
             watch.names()
 

@@ -31,11 +31,12 @@ from gpuguard.cli.options import backend_of
 from gpuguard.cli.run import MOST_ALTERNATIVES, ParsedRun, parsed, priority_of
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.files import wait_for
 from gpuguard.jobs import isolation, limits, surroundings  # noqa: F401  (gpuguard may be upgraded under a supervisor)
 from gpuguard.locale import _, translated
 from gpuguard.lock import Allocator
 from gpuguard.procfs import boot_id
-from gpuguard.queue.leader import DirectoryWatch, wait_for
+from gpuguard.queue.leader import DirectoryWatch
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
 
