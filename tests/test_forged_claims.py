@@ -341,7 +341,6 @@ import fcntl, os, subprocess
 from gpuguard import source as state
 from gpuguard.claims import holders
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.queue import leader as wakeup
 for name in ("low", "high"):
     os.mkdir(name)
     subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
@@ -360,7 +359,7 @@ print(told.startswith(f"{os.major(device):02x}:{os.minor(device):02x}:"), before
 found = holders.holders_of(LockDirectory(place, place, place), {"GPU-a"}, lambda uid: True)
 print(found == {"GPU-a": {os.getpid(): 0}})
 print(list(holders.locked_by(os.getpid(), 0, 5.0)) == [file])
-print(wakeup.flock_holder(file) == os.getpid())
+print(holders.flock_holder(file) == os.getpid())
 """
 
 

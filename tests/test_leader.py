@@ -11,6 +11,7 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot, a_uui
 from queues import a_ticket
 
 from gpuguard.claims.directory import open_lock, try_flock
+from gpuguard.claims.holders import flock_holder
 from gpuguard.files import wait_for
 from gpuguard.queue import leader as leading
 from gpuguard.queue.backfill import QueuePosition
@@ -27,7 +28,6 @@ from gpuguard.queue.leader import (
     DirectoryWatch,
     Leader,
     ProcessWatch,
-    flock_holder,
 )
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request

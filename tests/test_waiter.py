@@ -18,8 +18,9 @@ from proc import children_of
 
 from gpuguard.backends.simulated_node import WorkPattern
 from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.holders import flock_holder
 from gpuguard.claims.records import read_records
-from gpuguard.queue.leader import MAY_START, flock_holder
+from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.state import is_stopped
 from gpuguard.queue.tickets import read_tickets, wake
 from gpuguard.queue.waiter import WATCH_SECONDS

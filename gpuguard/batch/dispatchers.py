@@ -21,8 +21,9 @@ from gpuguard.batch.logout import outliving
 from gpuguard.batch.public import published
 from gpuguard.batch.states import Jobs
 from gpuguard.claims.directory import LockDirectory, is_unlocked
+from gpuguard.claims.holders import flock_holder
 from gpuguard.errors import ClaimError, GpuguardError
-from gpuguard.files import READING, create_file, open_in_place
+from gpuguard.files import READING, closed_after, create_file, open_in_place
 from gpuguard.locale import _
 
 # The dispatcher must not be the child of a process that would have to reap it, such as a notebook.  It has its lock
@@ -66,24 +67,8 @@ def dispatcher_of(directory: LockDirectory, store: JobStore, source: Source) -> 
 
     Raises ClaimError, OSError.
     """
-    descriptor = open_lock(directory, store, source)
-    try:
-        if is_unlocked(descriptor):
-            return None
-        from gpuguard.queue.leader import flock_holder  # 20 ms, where there is one
-
-        return flock_holder(descriptor) or 0
-    finally:
-        os.close(descriptor)
-
-
-def has_dispatcher(directory: LockDirectory, store: JobStore, source: Source) -> bool:
-    """Return whether a dispatcher runs.  Raises ClaimError, OSError."""
-    descriptor = open_lock(directory, store, source)
-    try:
-        return not is_unlocked(descriptor)
-    finally:
-        os.close(descriptor)
+    with closed_after(open_lock(directory, store, source)) as descriptor:
+        return None if is_unlocked(descriptor) else flock_holder(descriptor) or 0
 
 
 def changed(store: JobStore, source: Source, *, may_start: bool = True) -> None:
@@ -138,7 +123,7 @@ def _without_dispatcher(store: JobStore, jobs: Jobs) -> set[tuple[Source, int]]:
     missing = set()
     for source in {source for source, _job in waiting}:
         with suppress(GpuguardError, OSError):
-            if not has_dispatcher(directory_of(source, make=True), store, source):
+            if dispatcher_of(directory_of(source, make=True), store, source) is None:
                 missing.add(source)
     return {(source, job) for source, job in waiting if source in missing}
 

@@ -146,6 +146,17 @@ def takers_of(inodes: Collection[str]) -> list[tuple[str, str, str]] | None:
     return None if len(lines) == MOST_LOCKS else taken
 
 
+def flock_holder(descriptor: int) -> int | None:
+    """The pid of the process that took the flock on this file, as the kernel reports it, or None."""
+    try:
+        # Pid 0 stands for a process in another pid namespace.
+        return next((int(pid) or None for _, pid, _ in takers_of([as_written(descriptor)]) or ()), None)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES):
+            raise
+    return None
+
+
 def _open_nowhere(inodes: Collection[str], first: Iterable[str]) -> set[str]:
     """Return those of *inodes* that no process is seen to have locked; none if root's files cannot be read.
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from gpuguard.claims.directory import LockDirectory, is_unlocked
-from gpuguard.claims.holders import as_written, locked_by
+from gpuguard.claims.holders import as_written, flock_holder, locked_by
 from gpuguard.claims.ids import full_id, one_of
 from gpuguard.claims.records import STOP, ReleaseRequest, read_record, read_records, record_path
 from gpuguard.daemon.release import POLL_SECONDS, SupervisorChannel, unsupervised
@@ -29,7 +29,6 @@ from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
 from gpuguard.model import ClaimRecord, Event
 from gpuguard.procfs import catches, uid_of
-from gpuguard.queue.leader import flock_holder
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import ticket_path, waiting_tickets
 from gpuguard.users import user_name

@@ -10,7 +10,6 @@ fall), the leader samples again after a while, less and less often.  Does not de
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import struct
 import time
@@ -18,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.holders import as_written, takers_of
 from gpuguard.claims.records import locks_held
 from gpuguard.device_state import idle_limit
 from gpuguard.files import wait_for
@@ -115,17 +113,6 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching all processes."""
         self.watch(())
-
-
-def flock_holder(descriptor: int) -> int | None:
-    """The pid of the process that took the flock on this file, as the kernel reports it, or None."""
-    try:
-        # Pid 0 stands for a process in another pid namespace.
-        return next((int(pid) or None for _, pid, _ in takers_of([as_written(descriptor)]) or ()), None)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EACCES):
-            raise
-    return None
 
 
 class Leader:

@@ -23,6 +23,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.disk_room import why_full
+from gpuguard.claims.holders import flock_holder
 from gpuguard.claims.records import read_record, read_records, record_path
 from gpuguard.errors import (
     BackendError,
@@ -46,7 +47,6 @@ from gpuguard.queue.leader import (
     DirectoryWatch,
     Leader,
     ProcessWatch,
-    flock_holder,
 )
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reasons import brief_text, kept_for_others, position_text
