@@ -102,7 +102,7 @@ def test_a_daemon_that_is_busy_is_asked_again_until_the_time_is_over(directory, 
     monkeypatch.setattr(client, "query_daemon", busy)
     with pytest.raises(DaemonBusy):
         own_events(directory, 5.0)
-    assert slept == [0.05, 0.05]
+    assert len(slept) == 2
 
     connection = SimpleNamespace(connect=lambda path: (_ for _ in ()).throw(BlockingIOError()))
     monkeypatch.setattr(client, "short_path", lambda directory: _Path())

@@ -371,7 +371,7 @@ def test_without_an_answer_nothing_is_claimed_unless_the_request_waits_already(k
 @pytest.mark.parametrize("seconds", [10.0, 0.0])
 def test_a_daemon_that_is_busy_is_asked_again_for_a_time(kept, monkeypatch, seconds):
     monkeypatch.setattr(broker_client, "BUSY_SECONDS", seconds)
-    monkeypatch.setattr(broker_client.time, "sleep", lambda pause: pauses.append(pause))
+    monkeypatch.setattr(daemon_client.time, "sleep", lambda pause: pauses.append(pause))
     pauses: list[float] = []
     busy = [DaemonBusy("the daemon is busy")] * 8
     daemon = Daemon(monkeypatch, *busy, {"held": {}})

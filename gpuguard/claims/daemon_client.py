@@ -10,9 +10,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, last_about
@@ -182,16 +183,22 @@ def own_events(directory: LockDirectory, since: float, seconds: float = 2.0) -> 
     last = last_about(directory, os.geteuid())
     if last is None or last < since - CLOCK_TICK:
         return []
-    deadline = time.monotonic() + seconds
+    # All jobs of a user may ask at once.
+    reply = retried(partial(query_daemon, directory, {"do": "events"}, EventsReply, seconds), seconds)
+    return [row.line() for row in reply.events if row.time_unix_seconds >= since]
+
+
+def retried(ask: Callable[[], _Reply], seconds: float) -> _Reply:
+    """Return what *ask* returns; call it again for at most so many *seconds* while the daemon is busy."""
+    deadline, pause = time.monotonic() + seconds, 0.02
     while True:
         try:
-            reply = query_daemon(directory, {"do": "events"}, EventsReply, seconds)
-        except DaemonBusy:  # all jobs of a user may ask at once
+            return ask()
+        except DaemonBusy:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(0.05)
-        else:
-            return [row.line() for row in reply.events if row.time_unix_seconds >= since]
+        time.sleep(pause * (1 + os.urandom(1)[0] / 255))  # those that are refused together come back one by one
+        pause = min(2 * pause, 0.5)
 
 
 def exchange(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gpuguard.claims.claim import Claim, Lock, lock_of, sharing_now
-from gpuguard.claims.daemon_client import DaemonBusy, GrantReply, NoDaemonSocket, decoded, exchange
+from gpuguard.claims.daemon_client import GrantReply, NoDaemonSocket, decoded, exchange, retried
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import slot_names
 from gpuguard.device_state import device_title
@@ -125,15 +125,7 @@ def _message(
 
 def _exchange(directory: LockDirectory, message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Call exchange(), again and again while the daemon is busy."""
-    deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
-    while True:
-        try:
-            return exchange(directory, message, REPLY_SECONDS)
-        except DaemonBusy:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(pause * (1 + os.urandom(1)[0] / 255))
-        pause = min(2 * pause, 0.5)
+    return retried(partial(exchange, directory, message, REPLY_SECONDS), BUSY_SECONDS)
 
 
 def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
