@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.files import create_file, write_all, write_file
+from gpuguard.files import closed_after, create_file, write_all, write_file
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale.messages import dumps, sentence
 from gpuguard.procfs import boot_id
@@ -174,12 +174,10 @@ class JobStore:
         """Add events to a job, on the disk.  Raises OSError; then none of them, or only the first ones, are there."""
         # A line begins with its end of line, so that one that a full disk has cut off does not spoil the next one.
         lines = "".join(f"\n{_line(event)}" for event in events)
-        descriptor = os.open(self.path(job, "events"), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        with closed_after(os.open(self.path(job, "events"), flags)) as descriptor:
             write_all(descriptor, lines.encode())
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def tell(self) -> None:
         """Write into the store that a record has changed.  Raises OSError."""
@@ -259,11 +257,8 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _sync(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _encoded(record: JobRecord) -> bytes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from gpuguard.batch.states import Jobs
 from gpuguard.claims.directory import LockDirectory, is_unlocked
 from gpuguard.claims.records import first_of_each
-from gpuguard.files import open_regular
+from gpuguard.files import closed_after, open_regular
 from gpuguard.jsonio import decode, loads
 from gpuguard.locale.messages import plain
 from gpuguard.model import ClaimRecord
@@ -99,12 +100,9 @@ def waiting_jobs(jobs: Jobs, ids: Sequence[int], place: str) -> PublicJobs:
 
 def publish(lock: int, jobs: PublicJobs) -> None:
     """Write into the file behind *lock*, which is our dispatcher's, what waits for it.  Raises OSError."""
-    descriptor = os.open(f"/proc/self/fd/{lock}", os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(f"/proc/self/fd/{lock}", os.O_WRONLY | os.O_CLOEXEC)) as descriptor:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(asdict(jobs)).encode())
-    finally:
-        os.close(descriptor)
 
 
 def published(directory: LockDirectory) -> Iterator[tuple[int, bool, PublicJobs]]:
@@ -116,12 +114,8 @@ def published(directory: LockDirectory) -> Iterator[tuple[int, bool, PublicJobs]
             descriptor, status = open_regular(f"{directory.records}/{name}")
         except OSError:
             continue
-        try:
+        with closed_after(descriptor), suppress(ValueError):  # it is just being written
             if name[len(start) :].partition(".")[0] == str(status.st_uid):  # otherwise it has another user's name
                 content = plain(loads(os.read(descriptor, _LONGEST)))  # a user's words are no sentences
                 jobs = decode(PublicJobs, content)
                 yield status.st_uid, not is_unlocked(descriptor), jobs
-        except ValueError:  # it is just being written
-            continue
-        finally:
-            os.close(descriptor)

@@ -32,7 +32,7 @@ from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, probe, read_record, record_path, write_request
 from gpuguard.device_state import Processes, claim_of, device_title, may_compute
 from gpuguard.errors import ClaimError
-from gpuguard.files import open_in_place
+from gpuguard.files import closed_after, open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.locale.messages import all_of, sentence
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
@@ -179,17 +179,16 @@ def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
         descriptor = open_in_place(path)
     except OSError:
         return None
-    try:
+    with closed_after(descriptor):
         if os.fstat(descriptor).st_uid != uid or is_unlocked(descriptor):
             return None
-        content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
-        numbers = content["descriptors"]
-        sound = type(numbers) is list and all(type(number) is int and 0 <= number < 2**20 for number in numbers)
-        return tuple(numbers) if sound else ()
+        encoded = os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0]
+    try:
+        numbers = loads(encoded)["descriptors"]
     except (ValueError, TypeError, KeyError):
         return ()
-    finally:
-        os.close(descriptor)
+    sound = type(numbers) is list and all(type(number) is int and 0 <= number < 2**20 for number in numbers)
+    return tuple(numbers) if sound else ()
 
 
 def _granted_locks(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:
