@@ -23,6 +23,7 @@ from gpuguard import procfs
 from gpuguard.backends import spawn
 from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
 from gpuguard.claims.unlock import in_use
+from gpuguard.device_state import grouped
 from gpuguard.enforcement import signals
 from gpuguard.errors import (
     EXIT_FAILED,
@@ -145,12 +146,10 @@ def callers_variables() -> dict[str, str]:
     """Return os.environ without LC_CTYPE if only this interpreter set it (PEP 538), as in cron, which has no locale."""
     variables = dict(os.environ)
     if variables.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8"):
-        try:
-            with open("/proc/self/environ", "rb") as came:  # the environment at exec, which setenv() does not change
-                if b"\0LC_CTYPE=" not in b"\0" + came.read():
-                    del variables["LC_CTYPE"]
-        except OSError:  # it is hidden, and keeping LC_CTYPE does no harm
-            pass
+        # The environment at exec, which setenv() does not change.  If it is hidden, keeping LC_CTYPE does no harm.
+        with suppress(OSError), open("/proc/self/environ", "rb") as came:
+            if b"\0LC_CTYPE=" not in b"\0" + came.read():
+                del variables["LC_CTYPE"]
     return variables
 
 
@@ -573,18 +572,17 @@ class Drain:
         return snapshot
 
 
-def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[int]) -> dict[int, tuple[int, ...]]:
+def users_of(snapshot: Snapshot, devices: Sequence[Device], family: Collection[int]) -> dict[int, list[int]]:
     """Return the pids of *family* that use *devices*: pid -> the indices of these devices.
 
     A device whose list of processes is unknown contributes none.
     """
-    users: dict[int, tuple[int, ...]] = {}
-    for device in devices:
-        now = snapshot.device(device.uuid)
-        for process in (now.processes if now else None) or ():
-            if process.pid in family:
-                users[process.pid] = (*users.get(process.pid, ()), device.index)
-    return users
+    return grouped(
+        (process.pid, device.index)
+        for device in filter(None, (snapshot.device(device.uuid) for device in devices))
+        for process in device.processes or ()
+        if process.pid in family
+    )
 
 
 def _named(living: Collection[int]) -> str:
@@ -617,16 +615,14 @@ def _unaccounted(device: Device) -> int | None:
     return device.memory_used - sum(process.memory_used or 0 for process in living)
 
 
-def _in_words(users: dict[int, tuple[int, ...]]) -> str:
+def _in_words(users: dict[int, list[int]]) -> str:
     """Return ``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
-    texts = []
-    for pid, indices in users.items():
-        texts.append(
-            _("pid {pid} ({name}) still uses GPU {devices}").format(
-                pid=pid, name=_name(pid), devices=",".join(map(str, indices))
-            )
+    return _(" and ").join(
+        _("pid {pid} ({name}) still uses GPU {devices}").format(
+            pid=pid, name=_name(pid), devices=",".join(map(str, indices))
         )
-    return _(" and ").join(texts)
+        for pid, indices in users.items()
+    )
 
 
 def _name(pid: int) -> str:
