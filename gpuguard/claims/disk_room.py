@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import target_of
@@ -142,24 +144,20 @@ def why_full(directory: LockDirectory, error: OSError) -> str:
 
 def _biggest_users(path: str) -> list[RoomUsage]:
     """Return what each user has, including folders that they made; what cannot be read counts for no user."""
-    files: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    counted, folders = 0, [path]
-    while folders and counted < MOST_FILES:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    try:
-                        status = status_in_place(entry.path)
-                    except OSError:
-                        continue  # it has just been removed
-                    counted += 1
-                    files[status.st_uid] = files.get(status.st_uid, 0) + 1
-                    sizes[status.st_uid] = sizes.get(status.st_uid, 0) + status.st_blocks * 512
+    files, sizes = Counter[int](), Counter[int]()
+    for status in islice(_statuses_below(path), MOST_FILES):
+        files[status.st_uid] += 1
+        sizes[status.st_uid] += status.st_blocks * 512
+    return [RoomUsage(uid, files[uid], sizes[uid]) for uid in files]
+
+
+def _statuses_below(path: str) -> Iterator[os.stat_result]:
+    folders = [path]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):  # it has just been removed, or its owner has mounted something over it
+                    status = status_in_place(entry.path)
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-                    if counted >= MOST_FILES:
-                        break
-        except OSError:
-            continue
-    return [RoomUsage(uid, files[uid], sizes[uid]) for uid in files]
+                    yield status
