@@ -74,7 +74,7 @@ POLL_SECONDS = 0.25  # between two checks of the locks while waiting inside a cl
 DRIVER_SECONDS = 600.0
 SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or cannot be read
 
-_waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
+_waiting: list[WaitingRequest] = []  # requests of this process that may wait, for waits_in_queue()
 
 
 def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.environ) -> ClaimRecord | None:
@@ -82,22 +82,9 @@ def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.enviro
     return read_record(directory, os.geteuid(), environ.get("GPUGUARD_CLAIM", ""))
 
 
-def pause_waiting() -> bool:
-    """Let other processes lead the queue while this one is stopped, until go_on_waiting().
-
-    Returns whether this process waits in the queue; its positions stay.  The signal handler of SIGTSTP may call this at
-    any moment.
-    """
-    waiters = [request.waiter for request in _waiting if request.waiter]
-    for waiter in waiters:
-        waiter.pause()
-    return bool(waiters)
-
-
-def go_on_waiting() -> None:
-    """Lead the queue again after pause_waiting(), unless another process does by now."""
-    for waiter in [request.waiter for request in _waiting if request.waiter]:
-        waiter.resume()
+def waits_in_queue() -> bool:
+    """Return whether a request of this process waits in the queue; a signal handler may call this at any moment."""
+    return any(request.waiter for request in _waiting)
 
 
 class Allocator:

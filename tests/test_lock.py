@@ -22,7 +22,7 @@ from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, read_records, write_record
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
+from gpuguard.lock import Allocator, waits_in_queue
 from gpuguard.model import HEALTH, IDLE_PROCESSES, ClaimRecord, Gap, Snapshot
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.calendar import Reservation
@@ -345,18 +345,17 @@ def two() -> Machine:
     return Machine(a_device(0), a_device(1))
 
 
-def test_a_request_that_waits_lets_others_lead_while_its_process_is_stopped(directory: LockDirectory) -> None:
+def test_it_is_known_whether_a_request_of_this_process_waits_in_the_queue(directory: LockDirectory) -> None:
     machine, said = Machine(a_device(0)), []
 
-    def stop(_: NotEnoughGpus) -> None:
-        said.append(pause_waiting())
-        go_on_waiting()
+    def see(_: NotEnoughGpus) -> None:
+        said.append(waits_in_queue())
         holder.release()
 
     with acquire(machine, Request(), directory) as holder:
-        acquire(machine, Request(), directory, wait=60, on_wait=stop).release()
+        acquire(machine, Request(), directory, wait=60, on_wait=see).release()
 
-    assert said and all(said) and not pause_waiting()
+    assert said and all(said) and not waits_in_queue()
 
 
 @pytest.fixture

@@ -480,7 +480,7 @@ ERRORS = [OSError(errno.EMFILE, "Too many open files"), LockDirectoryError("the 
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["OSError", "ClaimError"])
-@pytest.mark.parametrize("leave", [Waiter.resign, Waiter.pause, Waiter.withdraw])
+@pytest.mark.parametrize("leave", [Waiter.resign, Waiter.withdraw])
 def test_an_error_while_it_leaves_the_lead_is_no_matter(room, monkeypatch, leave, error):
     def fails(*_: Any) -> None:
         raise error
@@ -537,26 +537,6 @@ def test_one_that_looks_after_no_leader_any_more_wakes_less_often(room):
     room.waits(2.0)
 
     assert room.pauses == [DEPUTY_SECONDS]
-
-
-def test_a_lock_that_cannot_be_used_any_more_is_not_taken_again_after_a_stop(room, monkeypatch):
-    def fails(lock: int) -> bool:
-        raise ERRORS[1]
-
-    room.waits(0.25)
-    room.waiter.pause()
-    with monkeypatch.context() as patch:
-        patch.setattr(waiting, "try_flock", fails)
-        room.waiter.resume()
-
-    assert room.is_free(room.queue)
-
-
-def test_one_that_does_not_lead_takes_no_lock_after_a_stop(room):
-    room.waiter.pause()
-    room.waiter.resume()
-
-    assert room.is_free(room.queue)
 
 
 def test_one_that_is_woken_now_and_then_never_sleeps_for_that(room):
@@ -632,8 +612,6 @@ def test_one_that_leaves_lets_the_newest_that_respond_lead(room):
     assert room.is_free(room.queue) and room.is_free(room.deputy)
     assert read_tickets(room.directory) == ([], [])
     room.waiter.withdraw()
-    room.waiter.pause()
-    room.waiter.resume()
     assert len(room.woken) == 1
 
 
@@ -642,35 +620,9 @@ def test_one_that_does_not_lead_leaves_without_a_word(room):
     room.waits(3.0)
     assert not room.is_free(room.deputy)
     room.waiter.resign()
-    room.waiter.pause()
-    assert room.is_free(room.deputy), "one that is stopped looks after no leader"
-    room.waiter.resume()
     room.waiter.withdraw()
 
     assert room.woken == []
-
-
-def test_one_that_is_stopped_lets_others_lead_and_leads_again_unless_they_do(room):
-    room.joins("a")
-    room.waits(0.25)
-    room.woken.clear()
-    room.waiter.pause()
-    assert room.woken == [(["a"], NEW_LEADER)]
-    assert room.is_free(room.queue)
-    room.waiter.resume()
-    assert not room.is_free(room.queue)
-    room.age["a"] = 0.0
-    room.holder = 17
-    room.waits(2.0)
-    assert len(room.leaders) == 1 and not room.leaders[0].closed, "it has its lock"
-
-    room.waiter.pause()
-    assert try_flock(room.queue)
-    room.waiter.resume()
-    room.naps.clear()
-    room.waits(1.0)
-    assert room.leaders[0].closed, "it was a substitute, of a leader that works"
-    assert room.pauses[0] == WATCH_SECONDS
 
 
 def test_one_that_cannot_sample_lets_another_lead(room):

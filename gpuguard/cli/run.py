@@ -37,7 +37,7 @@ from gpuguard.history.audit_log import devices_of
 from gpuguard.jobs.processes import become_subreaper, exec_fault, failure
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
-from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
+from gpuguard.lock import Allocator, waits_in_queue
 from gpuguard.model import ClaimRecord, EndCause
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.queue.estimates import expected_seconds
@@ -529,7 +529,7 @@ def wait_for_claim(
 ) -> Claim:
     """Return the claim after a wait in the queue that reports what is missing.  Ctrl-C and SIGTERM end this process."""
     progress = WaitProgress(args.quiet, log)
-    former = _pause_waiting_when_stopped(progress)
+    former = _say_so_when_stopped(progress)
     ends_at_once = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ends_at_once:  # its ticket and its worker must end with it
         signal.signal(signal.SIGTERM, _interrupt)
@@ -604,18 +604,19 @@ def _has_ended(claim: str, directory: LockDirectory) -> bool:
     return here and all(held.since is not None for held in probe(directory, uuids))
 
 
-def _pause_waiting_when_stopped(progress: WaitProgress) -> Any:
-    """Make Ctrl-Z let other processes lead the queue, and say so, before it stops this process as usual.
+def _say_so_when_stopped(progress: WaitProgress) -> Any:
+    """Make Ctrl-Z say that others in the queue may start first, before it stops this process as usual.
+
+    If this process leads the queue, the others notice that it is stopped, and another one leads.
 
     Returns:
         The previous handler of SIGTSTP, for signal.signal().
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        if pause_waiting():
+        if waits_in_queue():
             progress.stopped()
         signals.stop_self(signum)
-        go_on_waiting()
 
     former = signal.getsignal(signal.SIGTSTP)
     if former is signal.SIG_DFL:  # otherwise it is ignored, by a shell without job control

@@ -353,29 +353,10 @@ class Waiter:
         if leads:
             with suppress(OSError, ClaimError):
                 leads.close()
-                self._release_locks()
+                self._is_substitute = False
+                fcntl.flock(self._queue, fcntl.LOCK_UN)
+                self._resign_as_deputy()
                 self._find_heirs()
-
-    def pause(self) -> None:
-        """Let another process lead while this one is stopped, until resume(); a signal handler may call it any time."""
-        if self._queue >= 0:
-            with suppress(OSError, ClaimError):
-                if self._leads:
-                    self._release_locks()
-                    self._find_heirs()
-                else:  # a process that is just about to lead keeps the lock, or it would lead without it afterwards
-                    self._resign_as_deputy()
-
-    def resume(self) -> None:
-        """Lead again after pause(), unless another process leads by now."""
-        if self._queue >= 0 and self._leads:
-            with suppress(ClaimError):
-                self._is_substitute = not try_flock(self._queue)
-
-    def _release_locks(self) -> None:
-        self._is_substitute = False
-        fcntl.flock(self._queue, fcntl.LOCK_UN)
-        self._resign_as_deputy()
 
     def _resign_as_deputy(self) -> None:
         self._is_deputy = False
