@@ -257,15 +257,8 @@ def select_devices(
     request = _request(num_gpus=num_gpus, **conditions)
     name = _backend_name(backend, request.vendor)
     with _worker(name, directory) as driver:
-        allocator = Allocator(
-            driver, _lock_directory(directory, name, make=False), [request], environ=_outer_environment()
-        )
-        _, choice = allocator.preview()
-        if not choice.devices:
-            machine, choice = allocator.preview(with_reasons=True)  # the reasons need more driver calls
-            if not choice.devices:
-                raise allocator.refusal(request, machine, choice)
-    return list(choice.devices)
+        place = _lock_directory(directory, name, make=False)
+        return list(Allocator(driver, place, [request], environ=_outer_environment()).chosen())
 
 
 def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None) -> Snapshot:

@@ -188,6 +188,21 @@ class Allocator:
         chosen = tuple(found[device.uuid] for device in choice.devices if device.uuid in found)
         return snapshot, replace(explained, devices=chosen if len(chosen) >= request.num_gpus else explained.devices)
 
+    def chosen(self) -> tuple[Device, ...]:
+        """Return the devices that acquire() would take now for the first request, without taking them.
+
+        The reasons need more driver calls, so they are read only if there are too few devices.
+
+        Raises:
+            NotEnoughGpus: there are too few.
+        """
+        _, choice = self.preview()
+        if not choice.devices:
+            snapshot, choice = self.preview(with_reasons=True)
+            if not choice.devices:  # otherwise one has just been released
+                raise self.refusal(self.requests[0], snapshot, choice)
+        return choice.devices
+
     def lock_best(
         self,
         request: Request,

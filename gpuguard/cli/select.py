@@ -16,14 +16,12 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
-from gpuguard.backends import Backend
-from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import options
 from gpuguard.clusters.device_variables import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.lock import Allocator
-from gpuguard.model import MODEL, Device
+from gpuguard.model import MODEL
 from gpuguard.request import Request
 from gpuguard.views.text import picked, put_json
 
@@ -72,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
         return fleet.select(args)
     with closing(options.backend_of(args)) as backend:
-        devices = _chosen(backend, request, options.directory_of(args))
+        devices = Allocator(backend, options.directory_of(args), [request]).chosen()
         if args.json:
             # The choice does not need the names, so they were not read.
             devices = backend.sample({MODEL}, [device.uuid for device in devices]).devices
@@ -82,17 +80,6 @@ def main(args: argparse.Namespace) -> int:
         names = names_of(devices, by_uuid=args.format == "uuid")
         sys.stdout.write(args.sep.join(names) + ("\0" if args.sep == "\0" else "\n"))
     return 0
-
-
-def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
-    """Return the chosen devices.  The reasons need more of the driver, so they are read only if there are too few."""
-    allocator = Allocator(backend, directory, [request])
-    _, choice = allocator.preview()
-    if not choice.devices:
-        snapshot, choice = allocator.preview(with_reasons=True)
-        if not choice.devices:  # otherwise one has just been released
-            raise allocator.refusal(request, snapshot, choice)
-    return choice.devices
 
 
 def _request(args: argparse.Namespace) -> Request:
