@@ -153,8 +153,7 @@ def _woken(claim: Claim, woken: int) -> str | None:
     ending = [number for number in signals if number in ENDING]
     if not ending:
         return None
-    name = signal.Signals(ending[0]).name
-    return sentence("slurm.holder_ended", "the holder was ended by {signal}", signal=name)
+    return sentence("slurm.holder_ended", "the holder was ended by {signal}", signal=signal.Signals(ending[0]).name)
 
 
 def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:

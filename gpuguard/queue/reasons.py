@@ -31,8 +31,12 @@ _AND = " and "  # one of locale.SEPARATORS
 
 def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
-    time = _from_or_until(reservation, now)
-    return sentence("queue.kept", "kept for {user}'s reservation {time}", user=reservation.whose, time=time)
+    return sentence(
+        "queue.kept",
+        "kept for {user}'s reservation {time}",
+        user=reservation.whose,
+        time=_from_or_until(reservation, now),
+    )
 
 
 def _from_or_until(reservation: Reservation, now: float) -> str:
@@ -136,8 +140,11 @@ def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str
     if position.now:
         return sentence("queue.starts_now", "starts now")
     if position.held_back_by:
-        delayed = _held_back_text(position.held_back_by, position, queue)
-        return sentence("queue.held_back", "held back: it would delay {request}", request=delayed)
+        return sentence(
+            "queue.held_back",
+            "held back: it would delay {request}",
+            request=_held_back_text(position.held_back_by, position, queue),
+        )
     if position.request is None:
         return sentence("queue.no_gpus", "no GPUs for it as things are")
     if not position.devices:
@@ -173,12 +180,11 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
             facts = {"user": other.ticket.user, "count": str(other.ticket.num_gpus)}
             text = sentence("queue.came_before", "{user}'s request for {count}, which came before", **facts)
             if other.ticket.since + queue.bound < queue.now:
-                waited = format_duration(round(queue.now - other.ticket.since))
                 text = sentence(
                     "queue.waited",
                     "{user}'s request for {count}, which has waited for {waited}",
                     **facts,
-                    waited=waited,
+                    waited=format_duration(round(queue.now - other.ticket.since)),
                 )
             room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, as people write them
             if room <= 0:
@@ -225,8 +231,11 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
         return None
     until = ticket.since + queue.bound
     if until > queue.now:
-        time = clock_text(until, queue.now)
-        return sentence("queue.shorter_first", "shorter jobs may start before this one until {time}", time=time)
+        return sentence(
+            "queue.shorter_first",
+            "shorter jobs may start before this one until {time}",
+            time=clock_text(until, queue.now),
+        )
     return sentence("queue.ending_first", "only jobs that probably end before its GPUs are free start first")
 
 
@@ -245,9 +254,11 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
     """Which device is the last one to be free and how that is known, or "" if it is not known."""
     for kept in queue.facts.reservations:
         if abs(kept.ends - start) < 1.0:
-            time = _from_or_until(kept, queue.now)
             return sentence(
-                "queue.after_reservation", "after the reservation of {user} {time}", user=kept.whose, time=time
+                "queue.after_reservation",
+                "after the reservation of {user} {time}",
+                user=kept.whose,
+                time=_from_or_until(kept, queue.now),
             )
     for uuid in position.devices:
         claim = _claim_on(uuid, queue)
@@ -273,8 +284,9 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
 
 def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
     if before := _on_the_same_devices(position, queue):
-        user = before.ticket.user
-        return sentence("queue.endless_request", "{user}'s request before it has no time limit", user=user)
+        return sentence(
+            "queue.endless_request", "{user}'s request before it has no time limit", user=before.ticket.user
+        )
     claimed = {uuid: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
     claims = {claim.id: claim for claim in claimed.values()}
     endless = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]

@@ -253,11 +253,15 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
             "reservation.most", "users may reserve {gpus} at a time here, all their reservations together", gpus=gpus
         )
     if reservation.ends - reservation.begins > keys.longest + 1:
-        longest = format_duration(keys.longest)
-        return sentence("reservation.longest", "users may reserve for {longest} at most here", longest=longest)
+        return sentence(
+            "reservation.longest",
+            "users may reserve for {longest} at most here",
+            longest=format_duration(keys.longest),
+        )
     if reservation.begins - reservation.made > keys.ahead + 1:
-        ahead = format_duration(keys.ahead)
-        return sentence("reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=ahead)
+        return sentence(
+            "reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=format_duration(keys.ahead)
+        )
     return ""
 
 

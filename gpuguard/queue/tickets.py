@@ -381,8 +381,9 @@ def _read_file(
     except OSError as error:
         if shortage(error):
             raise
-        text = sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
-        return IgnoredFile(-1, key[:80], text)
+        return IgnoredFile(
+            -1, key[:80], sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
+        )
     with closed_after(descriptor):
         return read(directory, descriptor, key)
 
@@ -397,8 +398,9 @@ def read_document(
     status = os.fstat(descriptor)
     uid, _dot, number = name.partition(".")
     if uid != str(status.st_uid) or not is_id(number):
-        text = sentence("queue.not_its_name", "its name is not that of its owner")
-        return IgnoredFile(status.st_uid, name[:80], text)
+        return IgnoredFile(
+            status.st_uid, name[:80], sentence("queue.not_its_name", "its name is not that of its owner")
+        )
     try:
         encoded = os.read(descriptor, most_bytes + 1)
         if len(encoded) > most_bytes:
@@ -410,8 +412,9 @@ def read_document(
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         fault = str(error)
         fault = fault[:LONGEST_FAULT] if len(fault) > LONGEST_FAULT else fault  # a slice is no sentence
-        text = sentence("queue.not_understood", "it cannot be understood: {error}", error=fault)
-        return IgnoredFile(status.st_uid, shown, text)
+        return IgnoredFile(
+            status.st_uid, shown, sentence("queue.not_understood", "it cannot be understood: {error}", error=fault)
+        )
 
 
 def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
