@@ -352,32 +352,18 @@ def check_device_filter() -> None:
 
 
 def filter_program(rules: FilterRules) -> bytes:
-    """Return the instructions of a filter for *rules*."""
-    code: list[tuple[int, int, int, int, str | None]] = []  # opcode, registers, offset, constant, where it jumps to
-    places: dict[str, int] = {}
-
-    def put(opcode: int, register: int, constant: int = 0, *, jump: str | None = None, offset: int = 0) -> None:
-        code.append((opcode, register, offset, constant, jump))
-
-    for register, field in ((2, _ACCESS_TYPE), (3, _MAJOR), (4, _MINOR)):
-        put(_LOAD_WORD, 1 << 4 | register, offset=field)
-    put(_AND, 2, 0xFFFF)
-    put(_JUMP_NOT_EQUAL, 2, _CHARACTER, jump="allow")
+    """Return the instructions of a filter for *rules*: each with its opcode, registers, offset of a jump, constant."""
+    refuse, allow = [(_MOVE, 0, 0, 0), (_EXIT, 0, 0, 0)], [(_MOVE, 0, 0, 1), (_EXIT, 0, 0, 0)]
+    fields = ((2, _ACCESS_TYPE), (3, _MAJOR), (4, _MINOR))
+    code = [(_LOAD_WORD, 1 << 4 | register, field, 0) for register, field in fields]
+    code += [(_AND, 2, 0, 0xFFFF), (_JUMP_EQUAL, 2, len(allow), _CHARACTER), *allow]
     for major, (highest, allowed) in sorted(rules.items()):
-        put(_JUMP_NOT_EQUAL, 3, major, jump=f"behind {major}")
-        put(_JUMP_ABOVE, 4, highest, jump="allow")
-        for minor in sorted(allowed):
-            put(_JUMP_EQUAL, 4, minor, jump="allow")
-        put(_MOVE, 0, 0)
-        put(_EXIT, 0)
-        places[f"behind {major}"] = len(code)
-    places["allow"] = len(code)
-    put(_MOVE, 0, 1)
-    put(_EXIT, 0)
-    return b"".join(
-        struct.pack("=BBhi", opcode, register, offset if jump is None else places[jump] - place - 1, constant)
-        for place, (opcode, register, offset, constant, jump) in enumerate(code)
-    )
+        # Each of these jumps over those behind it and over *refuse*, to *allow*.
+        cases = [(_JUMP_ABOVE, highest), *((_JUMP_EQUAL, minor) for minor in sorted(allowed))]
+        jumps = [(test, 4, len(cases) - place + len(refuse), number) for place, (test, number) in enumerate(cases, 1)]
+        block = [*jumps, *refuse, *allow]
+        code += [(_JUMP_NOT_EQUAL, 3, len(block), major), *block]
+    return b"".join(struct.pack("=BBhi", *instruction) for instruction in (*code, *allow))
 
 
 def _load_filter(rules: FilterRules) -> int:
