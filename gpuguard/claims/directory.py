@@ -248,22 +248,23 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
                 path=path, strerror=error.strerror
             )
         ) from error
-    mode = stat.S_IMODE(status.st_mode)
-    fault = None
-    if not stat.S_ISDIR(status.st_mode):
-        fault = _("is not a directory (a symbolic link is not followed)")
-    elif not is_roots(status) and not (own and status.st_uid == os.geteuid()) and status.st_uid != keeper:
-        fault = _("belongs to uid {st_uid}, who could replace the lock files under everybody else").format(
-            st_uid=status.st_uid
-        )
-    elif mode & 0o022 and not (sticky and mode & 0o1000):
-        fault = _("is writable for others (mode {mode:04o}), who could replace the lock files").format(mode=mode)
-    elif not os.access(path, os.R_OK | os.X_OK):
-        fault = _("is not readable for you (mode {mode:04o})").format(mode=mode)
-    if fault:
+    mode, is_own = stat.S_IMODE(status.st_mode), own and status.st_uid == os.geteuid()
+    faults = (
+        (not stat.S_ISDIR(status.st_mode), N_("is not a directory (a symbolic link is not followed)")),
+        (
+            not is_roots(status) and not is_own and status.st_uid != keeper,
+            N_("belongs to uid {st_uid}, who could replace the lock files under everybody else"),
+        ),
+        (
+            mode & 0o022 and not (sticky and mode & 0o1000),
+            N_("is writable for others (mode {mode:04o}), who could replace the lock files"),
+        ),
+        (not os.access(path, os.R_OK | os.X_OK), N_("is not readable for you (mode {mode:04o})")),
+    )
+    if fault := next((fault for applies, fault in faults if applies), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.").format(
-                path=path, fault=fault
+                path=path, fault=_(fault).format(st_uid=status.st_uid, mode=mode)
             )
         )
     return status.st_uid
@@ -408,19 +409,17 @@ def _lock_fault(directory: LockDirectory, name: str) -> str | None:
 
 def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:
     status = os.fstat(descriptor)
-    fault = None
-    if not stat.S_ISREG(status.st_mode):
-        fault = _("is not a regular file")
-    elif status.st_nlink != 1:
-        fault = _("is also known under another name (hard link)") if status.st_nlink else _("was removed just now")
-    elif owners[0] is not None and status.st_uid not in owners:
-        fault = _("belongs to uid {st_uid}").format(st_uid=status.st_uid)
-    elif not is_same_file(descriptor, path, unsure=None):
-        fault = _("was replaced while it was opened")
-    if fault:
+    faults = (
+        (not stat.S_ISREG(status.st_mode), N_("is not a regular file")),
+        (status.st_nlink == 0, N_("was removed just now")),
+        (status.st_nlink > 1, N_("is also known under another name (hard link)")),
+        (owners[0] is not None and status.st_uid not in owners, N_("belongs to uid {st_uid}")),
+        (not is_same_file(descriptor, path, unsure=None), N_("was replaced while it was opened")),
+    )
+    if fault := next((fault for applies, fault in faults if applies), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.").format(
-                path=path, fault=fault
+                path=path, fault=_(fault).format(st_uid=status.st_uid)
             )
         )
 
