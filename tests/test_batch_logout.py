@@ -3,24 +3,10 @@
 import pytest
 
 from gpuguard.batch import logout
-from gpuguard.batch.logout import ENDS, NEEDS_SCOPE, STAYS, fate, told_to_end
+from gpuguard.batch.logout import ENDS, NEEDS_SCOPE, STAYS, told_to_end
 
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
 OWN_SYSTEMD = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope\n"
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "ends_users", "lingers", "expected"),
-    [
-        (SESSION, False, False, STAYS),
-        (SESSION, True, False, ENDS),
-        (SESSION, True, True, NEEDS_SCOPE),
-        (OWN_SYSTEMD, True, True, STAYS),
-        ("0::/system.slice/cron.service\n", True, False, STAYS),
-    ],
-)
-def test_a_process_of_a_session_ends_with_it_where_logind_ends_them(cgroup, ends_users, lingers, expected):
-    assert fate(cgroup, ends_users=ends_users, lingers=lingers) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,17 +24,18 @@ def test_logind_says_whose_processes_it_ends(answer, expected):
     assert told_to_end(answer, "alice") is expected
 
 
-def test_a_process_of_no_session_needs_no_answer(monkeypatch):
-    monkeypatch.setattr(logout, "read_text", lambda path: None)
+@pytest.mark.parametrize("cgroup", [None, OWN_SYSTEMD, "0::/system.slice/cron.service\n"])
+def test_a_process_of_no_session_needs_no_answer(cgroup, monkeypatch):
+    monkeypatch.setattr(logout, "read_text", lambda path: cgroup)
     monkeypatch.setattr(logout, "_ASK", ("/nonexistent/asked",))
 
     assert logout.fate_at_logout() == STAYS
 
 
-@pytest.mark.parametrize("program", ["no-such-program", "false"])
+@pytest.mark.parametrize("program", [("no-such-program",), ("false",), ("echo", "b false")])
 def test_without_an_answer_of_logind_processes_stay(program, monkeypatch):
     monkeypatch.setattr(logout, "read_text", lambda path: SESSION)
-    monkeypatch.setattr(logout, "_ASK", (program,))
+    monkeypatch.setattr(logout, "_ASK", program)
 
     assert logout.fate_at_logout() == STAYS
 

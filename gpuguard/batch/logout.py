@@ -27,19 +27,6 @@ _ASK = ("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/lo
 _ANSWER_SECONDS = 5.0
 
 
-def fate(cgroup: str, *, ends_users: bool, lingers: bool) -> str:
-    """Return STAYS, NEEDS_SCOPE or ENDS for a process.
-
-    Args:
-        cgroup: of the process, as in /proc/PID/cgroup.
-        ends_users: whether logind ends the processes of a session with it.
-        lingers: whether the user's own systemd lives on without a session.
-    """
-    if not _SESSION.search(cgroup) or not ends_users:
-        return STAYS
-    return NEEDS_SCOPE if lingers else ENDS
-
-
 def outliving() -> tuple[str, ...]:
     """Return the words before a command with which it outlives the logout.  Raises InvalidRequest if nothing does."""
     fate = fate_at_logout()
@@ -54,12 +41,10 @@ def outliving() -> tuple[str, ...]:
 
 
 def fate_at_logout() -> str:
-    """Return what becomes of processes that this one starts."""
-    cgroup = read_text("/proc/self/cgroup") or ""
-    if not _SESSION.search(cgroup):
+    """Return what becomes of processes that this one starts: STAYS, NEEDS_SCOPE or ENDS."""
+    if not _SESSION.search(read_text("/proc/self/cgroup") or "") or not _ends_users():
         return STAYS
-    lingers = os.path.exists(os.path.join(_LINGER, user_name(os.geteuid())))
-    return fate(cgroup, ends_users=_ends_users(), lingers=lingers)
+    return NEEDS_SCOPE if os.path.exists(os.path.join(_LINGER, user_name(os.geteuid()))) else ENDS
 
 
 def _ends_users() -> bool:
