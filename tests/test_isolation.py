@@ -27,6 +27,7 @@ from users import ALICE, BOB, Machine, interpreter
 
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.clusters.device_variables import renumbered
 from gpuguard.errors import GpuguardError
 from gpuguard.jobs import isolation
 from gpuguard.jobs.isolation import Nodes, filter_program
@@ -135,16 +136,16 @@ def test_nodes_that_are_missing_are_named_with_what_to_do(monkeypatch, tmp_path,
 def test_cuda_counts_the_devices_that_it_can_open():
     two = [a_device(2), a_device(5)]
 
-    assert isolation.environment_inside(two, "index") == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert isolation.environment_inside(two, "uuid") == {}
-    assert isolation.environment_inside([a_device(2, parent_uuid="GPU-x")], "index") == {}
+    assert renumbered(two, by_uuid=False) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert renumbered(two, by_uuid=True) == {}
+    assert renumbered([a_device(2, parent_uuid="GPU-x")], by_uuid=False) == {}
 
 
 def test_rocm_and_level_zero_count_them_so_too():
     for vendor in (AMD, INTEL):
         two = [a_device(2, vendor=vendor.name), a_device(5, vendor=vendor.name, ordinal=3)]
 
-        assert isolation.environment_inside(two, "index") == {vendor.visible: "0,1"}
+        assert renumbered(two, by_uuid=False) == {vendor.visible: "0,1"}
 
 
 def test_a_simulated_device_has_no_node_to_hide(tmp_path):

@@ -106,7 +106,10 @@ def isolate(
         BackendError: the devices cannot be read.
     """
     nodes = nodes_of(backend.sample({MODEL, HEALTH}, [device.uuid for device in claim]).devices, claim.devices)
-    environment = environment_inside(claim.devices, visible)
+    # CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which
+    # sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.  ROCm and
+    # Level Zero do the same.
+    environment = device_variables.renumbered(claim.devices, by_uuid=visible == "uuid")
     if os.geteuid() == 0:
         return Isolation(environment, *prepare_cgroup(nodes.rules(), claim.id))
 
@@ -117,16 +120,6 @@ def isolate(
     seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
     environment[TRUSTED] = " ".join(f"{status.st_dev}:{status.st_ino}" for status in seen if is_roots(status))
     return Isolation(environment, *prepare_namespace(hidden(nodes, dev), dev))
-
-
-def environment_inside(devices: Sequence[Device], visible: str) -> dict[str, str]:
-    """Return the vendor's list for an isolated job, or {} if it is the same as without isolation.
-
-    CUDA counts the devices whose nodes it can open, from 0 on.  It does so under Slurm's ConstrainDevices=yes, which
-    sets CUDA_VISIBLE_DEVICES=0 for the second GPU, and in containers that have only some of the nodes.  ROCm and Level
-    Zero do the same.
-    """
-    return device_variables.renumbered(devices, by_uuid=visible == "uuid")
 
 
 def nodes_of(
@@ -228,8 +221,7 @@ _PR_SET_NO_NEW_PRIVS = 38  # prctl(2)
 
 def check_bubblewrap() -> None:
     """Check that this user can have namespaces here.  Raises GpuguardError if not; it says what to do."""
-    for descriptor in _build(["--dev-bind", "/", "/"]):
-        os.close(descriptor)
+    close_all(_build(["--dev-bind", "/", "/"]))
 
 
 def prepare_namespace(hidden: Collection[str], dev: str) -> tuple[Callable[[], None], Callable[[], None]]:
