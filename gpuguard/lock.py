@@ -12,13 +12,16 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gpuguard.backends import Backend
 from gpuguard.claims.claim import (
     Claim,
     JobDetails,
+    Lock,
     join,
     lock_device,
     lock_faults,
@@ -27,10 +30,11 @@ from gpuguard.claims.claim import (
     sharing_of,
     unlock,
 )
-from gpuguard.claims.directory import Gate
+from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_record
 from gpuguard.claims.restrictions import DENIED, denial_of, denial_text, read_restrictions, restrictions_against
 from gpuguard.clusters.device_variables import groups_needed, outer_devices
+from gpuguard.eligibility import Sharing
 from gpuguard.errors import (
     BackendError,
     GpuguardError,
@@ -58,16 +62,10 @@ from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devic
 from gpuguard.vendors import VENDORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Lock
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.eligibility import Sharing
     from gpuguard.queue.priority import Ticket
     from gpuguard.queue.waiter import QueueAnswer, WaitingRequest
 
-    HeldLocks = dict[str, tuple[Lock, ...]]  # by the uuid of their device
+HeldLocks = dict[str, tuple[Lock, ...]]  # by the uuid of their device
 
 POLL_SECONDS = 0.25  # between two checks of the locks while waiting inside a claim; these make no driver call
 # For which reads of the driver may fail while a request waits: it is being reloaded, or the worker was killed.

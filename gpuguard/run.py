@@ -18,11 +18,14 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import last_about
+from gpuguard.backends import Backend
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory, last_about
 from gpuguard.enforcement import signals
 from gpuguard.errors import EXIT_TIMEOUT, BackendError, ClaimError, ClaimLost, GpuguardError, shortage
 from gpuguard.history import audit_log
@@ -48,19 +51,28 @@ from gpuguard.jobs.processes import (
 )
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import sentence
-from gpuguard.model import HEALTH, IDLE_TOLERANCE, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, UTILIZATION, Event
+from gpuguard.model import (
+    HEALTH,
+    IDLE_TOLERANCE,
+    MEMORY,
+    POWER,
+    PROCESS_DETAILS,
+    PROCESSES,
+    UTILIZATION,
+    EndCause,
+    EndOfClaim,
+    Event,
+    EventKind,
+    EventOutcome,
+    SignalName,
+    Snapshot,
+)
 from gpuguard.policies.action_kinds import ENDING_ACTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Claim
-    from gpuguard.claims.directory import LockDirectory
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
     from gpuguard.jobs.surroundings import Surroundings
-    from gpuguard.model import EndCause, EndOfClaim, EventKind, EventOutcome, SignalName, Snapshot
 
 TICK_SECONDS = 2.5  # a lock that the job dropped may stay dropped for so long; a check is one flock per device
 SAMPLE_SECONDS = 5.0  # between two samples for the summary: more of them would tell little more

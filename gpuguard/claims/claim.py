@@ -23,14 +23,15 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, remove_if_same, try_flock, unusable_locks
 from gpuguard.claims.holders import as_written, locked_by
 from gpuguard.claims.records import (
+    ReleaseRequest,
     locked_slots,
     pending_request,
     probe_in_gate,
@@ -47,16 +48,9 @@ from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on
 from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import all_of, sentence
-from gpuguard.model import Device
+from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import process_facts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-    from typing import Any
-
-    from gpuguard.claims.records import ReleaseRequest
-    from gpuguard.model import ClaimRecord, Snapshot
-    from gpuguard.request import Request
+from gpuguard.request import Request
 
 _FIRST_DESCRIPTOR = 40  # shells take 10 and the next ones for themselves, and from 64 on the kernel's table grows
 _MOST_RECORDS = 50  # of one user, dead ones included, before the dead ones are removed

@@ -27,9 +27,10 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gpuguard.claims import grants
 from gpuguard.claims.directory import (
@@ -41,6 +42,7 @@ from gpuguard.claims.directory import (
     remove_if_same,
     try_flock,
 )
+from gpuguard.claims.grants import Grant
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.device_state import grouped, lock_identity
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
@@ -52,12 +54,6 @@ from gpuguard.request import SLOTS
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, certain_owner, user_name
 from gpuguard.vendors import UUID_PREFIXES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Any
-
-    from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
 LARGEST = 2**50  # bytes: larger sizes in a record do not count

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpuguard.claims.directory import ADMIN_DIRECTORY, NAME, DaemonFiles, LockDirectory, daemon_files, open_lock_file
 from gpuguard.errors import LockDirectoryError, shortage
@@ -30,9 +31,6 @@ from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 from gpuguard.units import local_time
 from gpuguard.users import owner_of_given
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 DENIED: Final = "denied"
 QUARANTINED: Final = "quarantined"

@@ -18,9 +18,9 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
+from gpuguard.backends import Backend
+from gpuguard.claims.claim import Claim, JobDetails, Lock, lock_parts, unlock
 from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
@@ -31,10 +31,6 @@ from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, G
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import user_name
-
-if TYPE_CHECKING:
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Lock
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # these end the holder of a claim for others
 _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances

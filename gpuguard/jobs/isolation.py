@@ -22,9 +22,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gpuguard import procfs
+from gpuguard.backends import Backend
+from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import device_variables
 from gpuguard.device_state import device_title, vendor_of
@@ -33,10 +34,6 @@ from gpuguard.files import close_all
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MODEL, Device
 from gpuguard.vendors import DRM_MAJOR, NVIDIA, VENDORS, Vendor
-
-if TYPE_CHECKING:
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Claim
 
 # The rules of a filter for character devices: major number -> (highest minor that is refused, minors that are allowed
 # nevertheless).  Everything else is allowed.

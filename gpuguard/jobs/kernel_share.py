@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gpuguard import procfs
-from gpuguard.backends import dmem
+from gpuguard.backends import Backend, dmem
 from gpuguard.backends.drm import pairs, read_or
+from gpuguard.claims.claim import Claim
 from gpuguard.errors import BackendError
 from gpuguard.model import HEALTH, MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Claim
 
 
 def keep_share(claim: Claim, backend: Backend, root: str = "") -> Callable[[], object] | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from gpuguard.device_state import device_title
 from gpuguard.errors import InvalidRequest
@@ -35,11 +34,9 @@ from gpuguard.policies import engine
 from gpuguard.policies.engine import EngineMemory as EngineMemory
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.rule import Rule
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.units import Amount, format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from gpuguard.policies.rule import Rule
 
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
 _HERE = N_("this is a pid namespace of its own (a container), where the driver's pids name no process")

@@ -14,13 +14,15 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from stat import S_ISREG
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gpuguard import procfs
-from gpuguard.backends import spawn
+from gpuguard.backends import Backend, spawn
+from gpuguard.claims.claim import Claim
 from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
 from gpuguard.claims.unlock import in_use
 from gpuguard.device_state import grouped
@@ -35,20 +37,24 @@ from gpuguard.errors import (
 )
 from gpuguard.locale import _, ngettext, translated
 from gpuguard.locale.messages import sentence
-from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord, SignalName
+from gpuguard.model import (
+    HEALTH,
+    MEMORY,
+    POWER,
+    PROCESS_DETAILS,
+    PROCESSES,
+    ClaimRecord,
+    Device,
+    EndOfClaim,
+    EventKind,
+    SignalName,
+    Snapshot,
+)
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import Any
-
-    from gpuguard.backends import Backend
-    from gpuguard.claims.claim import Claim
-    from gpuguard.model import Device, EndOfClaim, EventKind, Snapshot
-
-    Process = tuple[int, float]  # pid, start time in seconds since boot
+Process = tuple[int, float]  # pid, start time in seconds since boot
 
 NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
