@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -26,6 +25,7 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import device_title, may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.files import wait_for
 from gpuguard.locale import _, translated
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import LONGEST, Stat, in_first_pid_namespace, processes, read_proc, stat_of, uid_of
@@ -47,7 +47,6 @@ class ProcessFamily:
         self.members: dict[int, float] = {}
         self._pids: dict[int, int] = {}  # pidfd -> pid
         self._led: dict[int, float] = {}  # process groups and sessions that a member leads -> when that leader started
-        self._poll = select.poll()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # because each process needs a descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -86,27 +85,23 @@ class ProcessFamily:
 
         Returns whether any member is left, which is True when only *also* ended the sleep.
         """
-        self._poll.register(also, select.POLLIN)
-        ready = [descriptor for descriptor, _ in self._poll.poll()] if self._pids else []
-        self._poll.unregister(also)
-        self._forget(descriptor for descriptor in ready if descriptor != also)
+        self._forget(wait_for([also, *self._pids], None) - {also} if self._pids else ())
         self.grow()
         return bool(self.members)
 
     def refresh(self) -> None:
         """Forget the members that have ended and find new ones, without waiting."""
-        self._forget(descriptor for descriptor, _ in self._poll.poll(0))
+        self._forget(wait_for(self._pids, 0.0))
         self.grow()
 
     def close(self) -> None:
         """Forget all members and close their pidfds."""
         for descriptor in self._pids:
             os.close(descriptor)
-        self._pids, self.members, self._poll = {}, {}, select.poll()
+        self._pids, self.members = {}, {}
 
     def _forget(self, descriptors: Iterable[int]) -> None:
         for descriptor in descriptors:
-            self._poll.unregister(descriptor)
             del self.members[self._pids.pop(descriptor)]
             os.close(descriptor)
 
@@ -127,7 +122,6 @@ class ProcessFamily:
             os.close(pidfd)
             return False
         self.members[pid], self._pids[pidfd] = stat.start_time, pid
-        self._poll.register(pidfd, select.POLLIN)
         if pid in (stat.group, stat.session):
             self._led[pid] = stat.start_time
         return True
