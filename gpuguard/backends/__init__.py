@@ -82,6 +82,16 @@ _OF_KERNEL_FILES = ("amd", "intel")
 # The beginnings of backends that show a file of another time, on which nothing may be claimed or signalled.
 RECORDED = ("smi:", "replay")
 
+# What several backends say of a device, or of a field that they cannot read.
+UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
+SILENT = sentence("driver.silent", "a driver call did not come back")
+IS_LOST = sentence("problem.lost", "lost")
+GPU_LOST = sentence("driver.gpu_lost", "the GPU is lost")
+PAGES_PENDING = sentence("problem.page_retirement_pending", "page retirement pending")
+COUNTED_AS_USED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
+ECC_IS_OFF = sentence("driver.ecc_is_off", "ECC is off")
+FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
+
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY = "0x03"  # the beginning of the PCI class of each GPU
 

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import model
-from gpuguard.backends import amd_gpus, dmem
+from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, amd_gpus, dmem
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
 from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connections, read_or, snapshot_of
@@ -38,10 +38,7 @@ _MODES = ("dpx", "tpx", "qpx", "cpx")  # of a GPU that is divided into partition
 # The groups for which the memory is read: whether a list of processes can be true shows by it.
 _WITH_MEMORY = frozenset({model.MEMORY, model.PROCESSES})
 
-_LOST = sentence("problem.lost", "lost")
-_GPU_LOST = sentence("driver.gpu_lost", "the GPU is lost")
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
-_SKIPPED = (_UNRESPONSIVE, sentence("driver.silent", "a driver call did not come back"), ["device"])
+_SKIPPED = (UNRESPONSIVE, SILENT, ["device"])
 _UNNAMED = sentence("problem.unnamed", "its uuid cannot be read")
 _OF_THE_WHOLE = sentence("amd.of_the_whole", "told only for the whole GPU")
 _UNEXPLAINED = sentence(
@@ -164,7 +161,7 @@ class Amd:
     ) -> list[_Read]:
         """Return a GPU and its partitions."""
         if reading is None:
-            problem, reason, missing = (_LOST, _GPU_LOST, sorted(fields)) if gpu.is_lost else _SKIPPED
+            problem, reason, missing = (IS_LOST, GPU_LOST, sorted(fields)) if gpu.is_lost else _SKIPPED
             device = Device(
                 gpu.index, gpu.uuid, vendor=AMD.name, ordinal=_ordinal(gpu, gpu.ordinal), problems=(problem,)
             )

@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gpuguard import model
+from gpuguard.backends import PAGES_PENDING
 from gpuguard.backends.drm import (
+    ABSENT,
     CardReading,
     NotTold,
     Sensors,
@@ -51,7 +53,6 @@ _THROTTLERS = {
     "hw_thermal_slowdown": 0xF << 44,  # VRHOT, PROCHOT: from outside of the firmware
 }
 _MORE_THAN_ALL = sentence("amd.more_than_all", "more is in use than there is")
-_PENDING = sentence("problem.page_retirement_pending", "page retirement pending")
 _FAILED = sentence("problem.page_retirement_failed", "page retirement failed")
 
 
@@ -136,7 +137,7 @@ def read_problems(reading: CardReading, files: GpuFiles) -> None:
     if reading.asleep:
         return
     pages = read_or(f"{files.card.device}/ras/gpu_vram_bad_pages")
-    reading.problems += [problem for state, problem in (("P", _PENDING), ("F", _FAILED)) if _pages(pages, state)]
+    reading.problems += [problem for state, problem in (("P", PAGES_PENDING), ("F", _FAILED)) if _pages(pages, state)]
     told = pairs(read_or(f"{files.card.device}/ras/umc_err_count")).get("ue", "")
     # The driver resets a GPU after such an error and retires the page, but counts on until it is loaded again.
     if told.isdecimal() and int(told) and not _pages(pages, "R"):
@@ -157,7 +158,7 @@ def _throttle_reasons(files: GpuFiles) -> tuple[str, ...]:
     if (size, form, revision) != (_METRICS.size, 1, 3) or len(table) < size:
         raise NotTold(sentence("drm.not_supported", "the driver does not support it on this GPU"))
     if status == 2**64 - 1:
-        raise NotTold(sentence("drm.absent", "this kernel or GPU does not tell it"))
+        raise NotTold(ABSENT)
     return tuple(name for name, bits in _THROTTLERS.items() if status & bits)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
-from gpuguard.backends import RECORDED, is_simulated, parts_of, resolved, spawn
+from gpuguard.backends import RECORDED, SILENT, UNRESPONSIVE, is_simulated, parts_of, resolved, spawn
 from gpuguard.locale import _, translated
 from gpuguard.locale.messages import MESSAGE_IDS, sentence, with_sentences
 from gpuguard.model import DESKTOP_MEMORY, ClaimRecord, Device, Gap, GpuProcess, Snapshot
@@ -31,9 +31,6 @@ SLOW_SECONDS = 2.0  # after which on_slow is called
 DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs, so that a sample of eight dead ones still comes within 5 s
 DEVICE_RETRY_SECONDS = 60.0  # after which an unresponsive device is tried again
-
-_SILENT = sentence("driver.silent", "a driver call did not come back")
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
 
 
 def open_worker(
@@ -237,9 +234,9 @@ class WorkerBackend:
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
         others = tuple(device for device in snapshot.devices if device.index not in self._skip)
         vendor = next((device.vendor for device in snapshot.devices), Device.vendor)  # a worker has one vendor
-        gone = tuple(Device(i, uuid, vendor=vendor, problems=(_UNRESPONSIVE,)) for i, uuid in wanted.items())
-        gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
-        gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
+        gone = tuple(Device(i, uuid, vendor=vendor, problems=(UNRESPONSIVE,)) for i, uuid in wanted.items())
+        gaps = tuple(gap for gap in snapshot.gaps if gap.reason != SILENT)
+        gaps += tuple(Gap(uuid, "device", SILENT) for uuid in wanted.values())
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
 
 

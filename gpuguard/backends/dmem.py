@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.drm import NotTold, listed, number, read, read_or
+from gpuguard.backends.drm import ABSENT, NotTold, listed, number, read, read_or
 from gpuguard.locale.messages import sentence
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
@@ -52,7 +52,7 @@ def used(root: str, address: str) -> int:
 def _sum(text: str, address: str) -> int:
     amounts = regions(text, address).values()
     if not amounts:
-        raise NotTold(sentence("drm.absent", "this kernel or GPU does not tell it"))
+        raise NotTold(ABSENT)
     return sum(map(number, amounts))
 
 

@@ -52,15 +52,15 @@ _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0":
 
 ASLEEP = sentence("drm.asleep", "the GPU sleeps, and to read it could wake it")
 IDLE_ASLEEP = ("utilization", "memory_utilization")  # 0 while a GPU sleeps, because it is switched off then
-_ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
+ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
 _NO_PATH = sentence("drm.no_path", "the kernel does not tell how they are connected")
 _EMPTY = sentence("drm.empty", "the file is empty")
 # Drivers that wake a sleeping GPU when the fdinfo of one of its clients is read: xe_drm_client.c.
 _WOKEN_BY_FDINFO = frozenset({"xe"})
 _REASONS = {
-    errno.ENOENT: _ABSENT,
-    errno.ENOTDIR: _ABSENT,
-    errno.ENODEV: _ABSENT,
+    errno.ENOENT: ABSENT,
+    errno.ENOTDIR: ABSENT,
+    errno.ENODEV: ABSENT,
     errno.EPERM: sentence("drm.not_now", "not told while the GPU sleeps or is reset"),  # and no matter of rights
     errno.EACCES: sentence("drm.no_permission", "no permission"),
     errno.EBUSY: sentence("drm.busy", "the GPU is being reset"),
@@ -262,7 +262,7 @@ class Sensors:
         sensor = next(labelled, "" if labels else f"{kind}1")
         file = f"{sensor}_{suffix}" if suffix else sensor
         if file not in self._files:
-            raise NotTold(_ABSENT)
+            raise NotTold(ABSENT)
         return f"{self._folder}/{file}"
 
     def value(self, kind: str, *labels: str, suffix: str = "input") -> int:
@@ -314,7 +314,7 @@ class CardReading:
                 raise NotTold(ASLEEP)
             read, facts = value(), DEVICE_FIELDS[name]
             if read is None:
-                raise NotTold(_ABSENT)
+                raise NotTold(ABSENT)
             if facts.is_number:
                 if not facts.holds(read):  # type: ignore[arg-type]
                     value_ = f"{read!r:.40}"
@@ -324,11 +324,11 @@ class CardReading:
         except NotTold as gap:
             self.gap(name, gap.reason)
 
-    def gap(self, name: str, reason: str = _ABSENT) -> None:
+    def gap(self, name: str, reason: str = ABSENT) -> None:
         """Say why a field is unknown."""
         self.gaps.append(Gap(self.uuid, name, reason))
 
-    def close(self, instead: Mapping[str, object], reason: str = _ABSENT) -> None:
+    def close(self, instead: Mapping[str, object], reason: str = ABSENT) -> None:
         """Leave a gap for each field of the wanted groups that was not read.  *instead* are the fields known anyway."""
         told = {gap.field for gap in self.gaps} | self.values.keys() | instead.keys()
         for facts in DEVICE_FIELDS.values():

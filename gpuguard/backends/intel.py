@@ -20,8 +20,18 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
-from gpuguard.backends import dmem, drm, intel_memory
-from gpuguard.backends.drm import ASLEEP, CardReading, NotTold, number, read
+from gpuguard.backends import (
+    COUNTED_AS_USED,
+    FIRST_LOOK,
+    GPU_LOST,
+    IS_LOST,
+    SILENT,
+    UNRESPONSIVE,
+    dmem,
+    drm,
+    intel_memory,
+)
+from gpuguard.backends.drm import ABSENT, ASLEEP, CardReading, NotTold, number, read
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
 from gpuguard.model import BUSY_MEMORY, Device, Gap, GpuProcess, Snapshot
@@ -54,21 +64,14 @@ _THROTTLERS = {
     "prochot": "hw_thermal_slowdown",
 }
 
-_ABSENT = sentence("drm.absent", "this kernel or GPU does not tell it")
-_FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
 _WENT_BACK = sentence("intel.went_back", "its counter went back")
 _STANDS = sentence("intel.counter_stands", "its counter stands at 0")
 _NO_COUNTERS = sentence("intel.no_counters", "the driver does not count the work of its processes")
 _HIDDEN = sentence("drm.hidden", "the processes of other users cannot be seen")
 _SIZE_ASLEEP = sentence("intel.size_asleep", "its size is not told while it sleeps; any use wakes it")
 _SUMMED = sentence("intel.summed", "the driver does not tell it: the sum of what its processes hold")
-_COUNTED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
 _RPM = sentence("intel.rpm", "the driver tells how fast the fans turn, and not how fast they can")
 _NO_LIMIT = sentence("intel.no_limit", "no limit is set")
-_GPU_LOST = sentence("driver.gpu_lost", "the GPU is lost")
-_SILENT = sentence("driver.silent", "a driver call did not come back")
-_LOST = sentence("problem.lost", "lost")
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
 _WEDGED = sentence("problem.wedged", "given up by its driver until it is reset")
 
 
@@ -138,10 +141,10 @@ class Intel:
         """Return the fields of a GPU that were read, and its gaps."""
         uuid = gpu.card.uuid
         if index in self.skip:
-            return {"problems": (_UNRESPONSIVE,)}, [Gap(uuid, "device", _SILENT)]
+            return {"problems": (UNRESPONSIVE,)}, [Gap(uuid, "device", SILENT)]
         self.progress(index)
         if card is None:
-            return {"name": gpu.name, "problems": (_LOST,)}, [Gap(uuid, "device", _GPU_LOST)]
+            return {"name": gpu.name, "problems": (IS_LOST,)}, [Gap(uuid, "device", GPU_LOST)]
         if card != gpu.card:  # its driver was loaded again
             gpu = self._gpus[index] = replace(gpu, card=card, name=None, counters=Counters())
         gpu.sensors.check()
@@ -213,7 +216,7 @@ class Counters:
             growth = (amount - before.amount) / (whole - before.whole) if before and comparable else None
             self._last[key] = _Count(at, amount, whole, growth)
         if growth is None:
-            raise NotTold(_WENT_BACK if before and amount < before.amount else _FIRST_LOOK)
+            raise NotTold(_WENT_BACK if before and amount < before.amount else FIRST_LOOK)
         return growth
 
     def forget(self, at: float) -> None:
@@ -315,7 +318,7 @@ class _View:
         The sensor of the card is preferred to that of the chip, and may be missing or stand at 0.  i915 has no labels,
         and one sensor of each kind.
         """
-        reason: str = _ABSENT
+        reason: str = ABSENT
         for path in self._sensors(kind, suffixes):
             if value := number(read(path)):
                 return path, value
@@ -345,7 +348,7 @@ def _read_memory(view: _View) -> None:
     reading.set("memory_total", lambda: _memory_total(view))
     reading.set("memory_used", lambda: _memory_used(view))
     reading.set("memory_free", lambda: _memory_free(view))
-    reading.gap("memory_reserved", _COUNTED)
+    reading.gap("memory_reserved", COUNTED_AS_USED)
 
 
 def _memory_total(view: _View) -> int:
@@ -353,7 +356,7 @@ def _memory_total(view: _View) -> int:
         return _of_host(view, "MemTotal")
     reason: str = _SIZE_ASLEEP
     if not view.reading.asleep:
-        reason = view.regions if isinstance(view.regions, str) else _ABSENT
+        reason = view.regions if isinstance(view.regions, str) else ABSENT
         if not isinstance(view.regions, str):
             view.gpu.memory_total = sum(region.total for region in view.regions if region.of_gpu)
     if not view.gpu.memory_total:
@@ -380,7 +383,7 @@ def _memory_used(view: _View) -> int:
         raise NotTold(_HIDDEN)
     held = [_memory_of(client, integrated=view.gpu.integrated) for client in view.clients]
     if view.undescribed or None in held:
-        raise NotTold(ASLEEP if view.reading.asleep else _ABSENT)
+        raise NotTold(ASLEEP if view.reading.asleep else ABSENT)
     if not view.reading.asleep:
         view.reading.gap("memory_used", _SUMMED)
     return sum(filter(None, held))
@@ -468,7 +471,7 @@ def _utilization(view: _View) -> float:
         for (_, engine), share in view.shares.items():
             load[engine] += share
         if not load:
-            raise NotTold(_FIRST_LOOK)
+            raise NotTold(FIRST_LOOK)
         return min(100.0, max(load.values()))
     return min(100.0, max(0.0, 100.0 * (1 - _idle(view))))
 
@@ -562,7 +565,7 @@ def _clock(view: _View, which: str, *, media: bool = False) -> int:
     else:
         paths = [] if media else [f"{card.folder}/gt_{which.replace('rp', 'RP')}_freq_mhz"]
     if not paths:
-        raise NotTold(_ABSENT)
+        raise NotTold(ABSENT)
     return max(number(read(path)) for path in paths)
 
 
@@ -578,7 +581,7 @@ def _throttle_reasons(card: Card) -> tuple[str, ...]:
         if name.startswith(start)
     ]
     if not files:
-        raise NotTold(_ABSENT)
+        raise NotTold(ABSENT)
     active = [reason for path, reason in files if number(read(path)) and reason != "status"]
     reasons = [_THROTTLERS.get(reason, reason) for reason in active]
     return tuple(dict.fromkeys(reasons))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.backends import gpu_folders
+from gpuguard.backends import UNRESPONSIVE, gpu_folders
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import Sentence, sentence
 from gpuguard.model import Device, Gap, Snapshot, devices_of
@@ -126,8 +126,7 @@ def _bound(name: str) -> int:
 def _unread(device: Device) -> Device:
     """Return a device that could not be read, with only the fields that identify it."""
     names = ("index", "uuid", "name", "vendor", "parent_uuid", "mig_profile", "gpu_instance_id")
-    unresponsive = sentence("problem.unresponsive", "unresponsive")
-    return Device(problems=(unresponsive,), **{name: getattr(device, name) for name in names})
+    return Device(problems=(UNRESPONSIVE,), **{name: getattr(device, name) for name in names})
 
 
 def _joined(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuguard import model
+from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, PAGES_PENDING, SILENT, UNRESPONSIVE
 from gpuguard.backends.drm import CardReading, NotTold, snapshot_of
 from gpuguard.backends.nvml_calls import (
     FUNCTION_NOT_FOUND,
@@ -41,10 +42,6 @@ _CODES = {4: NOT_SUPPORTED, 5: NO_PERMISSION, 7: NOT_FOUND, 11: TIMEOUT, 667: FU
 MOST_DEVICES = 1024  # of a machine: more is a count without a meaning
 
 _NO_LIST = sentence("mthreads.no_list", "this driver lists no processes")
-_COUNTED = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
-_ECC_IS_OFF = sentence("driver.ecc_is_off", "ECC is off")
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
-_SILENT = sentence("driver.silent", "a driver call did not come back")
 
 
 class _Row(NamedTuple):
@@ -158,7 +155,7 @@ class MThreads:
     def _read(self, index: int, fields: Collection[str]) -> tuple[Device, list[Gap]]:
         uuid = self._uuids.get(index, f"unknown-{index}")
         if index in self.skip:
-            return _broken(index, uuid, _UNRESPONSIVE), [Gap(uuid, "device", _SILENT)]
+            return _broken(index, uuid, UNRESPONSIVE), [Gap(uuid, "device", SILENT)]
         self.progress(index)
         try:
             uuid = self._opened(index)
@@ -206,10 +203,9 @@ class MThreads:
             raise NotTold(sentence("nvml.not_utf8", "the text is not UTF-8")) from None
 
     def _problems(self, index: int) -> tuple[str, ...]:
-        pending = sentence("problem.page_retirement_pending", "page retirement pending")
         row = _Row("problems", "Memory", "mtmlMemoryGetRetiredPagesPendingStatus")
         with suppress(NotTold):
-            return (pending,) if self._told(index, row) == 1 else ()
+            return (PAGES_PENDING,) if self._told(index, row) == 1 else ()
         return ()
 
 
@@ -221,7 +217,7 @@ def _conclude(reading: CardReading) -> None:
             reading.values["memory_free"] = total - used
         else:
             reading.gap("memory_free", next((gap.reason for gap in reading.gaps), REASONS[UNKNOWN]))
-        reading.gap("memory_reserved", _COUNTED)
+        reading.gap("memory_reserved", COUNTED_AS_USED)
         reading.values["memory_shared_with_host"] = False
     if model.HEALTH in reading.fields:
         reading.values.setdefault("mig_mode", False)  # a driver without this mode has not divided the device
@@ -231,7 +227,7 @@ def _conclude(reading: CardReading) -> None:
     if model.ECC in reading.fields and not reading.values.get("ecc_mode"):
         for name in [name for name in reading.values if name.startswith("ecc_") and name != "ecc_mode"]:
             del reading.values[name]
-            reading.gap(name, _ECC_IS_OFF)
+            reading.gap(name, ECC_IS_OFF)
     if {model.PROCESSES, model.IDLE_PROCESSES} & set(reading.fields):
         reading.gap("processes", _NO_LIST)
     reading.close({})

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from gpuguard import model
-from gpuguard.backends import nvml_fields
+from gpuguard.backends import SILENT, UNRESPONSIVE, nvml_fields
 from gpuguard.backends.nvml_calls import (
     BAD_TEXT,
     LOST,
@@ -54,8 +54,6 @@ SLOW_SECONDS = 0.0005  # for the first device; if it is faster, the others are r
 MOST_DEVICES = 1024  # of a machine: each takes a call, so a count without a meaning would take hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
-_SILENT = sentence("driver.silent", "a driver call did not come back")
 _NOT_FOR_MIG = sentence("driver.not_for_mig", "not told for MIG instances")
 
 _Read = tuple[Device, list[Gap]]
@@ -168,7 +166,7 @@ class Nvml:
         known = self._devices.get(index)
         uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
         if index in self.skip:
-            return [(Device(index, uuid, problems=(_UNRESPONSIVE,)), [Gap(uuid, "device", _SILENT)])]
+            return [(Device(index, uuid, problems=(UNRESPONSIVE,)), [Gap(uuid, "device", SILENT)])]
         self.progress(index)
         prefetched = self._ahead and self._ahead.of(index)
         opened = known or prefetched or self._opened(index)
@@ -277,7 +275,7 @@ class Nvml:
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
         """Return Snapshot.topology of the devices that can be asked, and a gap for each pair that is unknown."""
         healthy = [device for device in devices if device.index in self._devices and not device.parent_uuid]
-        healthy = [device for device in healthy if not {PROBLEMS[LOST], _UNRESPONSIVE} & set(device.problems or ())]
+        healthy = [device for device in healthy if not {PROBLEMS[LOST], UNRESPONSIVE} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
         buses = {device.uuid: self._bus_id(device) if linked else None for device in healthy}
         pairs, gaps = [], []

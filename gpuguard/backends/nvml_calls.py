@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from gpuguard.backends import GPU_LOST, IS_LOST
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 from gpuguard.locale.messages import sentence
 from gpuguard.model import BRIEF, DEVICE_FIELDS, Gap
@@ -35,7 +36,7 @@ REASONS = {
     NO_PERMISSION: sentence("nvml.no_permission", "no permission"),
     NOT_FOUND: sentence("nvml.nothing_found", "nothing found"),
     FUNCTION_NOT_FOUND: sentence("nvml.not_in_driver", "this driver does not have it"),
-    LOST: sentence("driver.gpu_lost", "the GPU is lost"),
+    LOST: GPU_LOST,
     RESET_REQUIRED: sentence("driver.gpu_needs_reset", "the GPU needs a reset"),
     NO_DATA: sentence("nvml.no_value", "no value"),
     DEPRECATED: sentence("nvml.deprecated", "deprecated in this driver"),
@@ -45,7 +46,7 @@ REASONS = {
 }
 
 PROBLEMS = {
-    LOST: sentence("problem.lost", "lost"),
+    LOST: IS_LOST,
     RESET_REQUIRED: sentence("problem.reset_required", "reset required"),
 }
 

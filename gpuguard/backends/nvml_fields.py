@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard import model, procfs
+from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, FIRST_LOOK, PAGES_PENDING
 from gpuguard.backends.nvml_calls import (
     ABSENT,
     FABRIC,
@@ -70,9 +71,7 @@ _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 _KINDS = {("compute",): "compute", ("graphics",): "graphics", ("compute", "graphics"): "compute+graphics"}
 
 
-_ECC_IS_OFF = sentence("driver.ecc_is_off", "ECC is off")
 _OF_HOST = sentence("driver.memory_of_host", "its memory is the host's")
-_FIRST_LOOK = sentence("nvml.first_look", "a rate needs two looks")
 _NO_LINK = sentence("nvml.no_link", "no link tells")
 
 
@@ -223,8 +222,7 @@ def read_memory(reading: Reading) -> None:
             reading.values.update({f"memory_{name}": value for name, value in parts.items()})
             _set_shared(reading, shared=False)
             if reserved is None:
-                counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
-                reading.gap("memory_reserved", counted)
+                reading.gap("memory_reserved", COUNTED_AS_USED)
             else:
                 reading.values["memory_reserved"] = reserved
             return
@@ -517,7 +515,7 @@ def read_health(reading: Reading) -> None:
         pending = reading.call_kept("setting", "nvmlDeviceGetRetiredPagesPendingStatus")
         reading.fault("nvmlDeviceGetRetiredPagesPendingStatus", pending)
         if pending.value == 1:
-            reading.problem(sentence("problem.page_retirement_pending", "page retirement pending"))
+            reading.problem(PAGES_PENDING)
     elif not rows.code:
         _, _, pending_remap, failed = rows.value
         if pending_remap:
@@ -543,7 +541,7 @@ def read_ecc(reading: Reading) -> None:
         for aggregate, since in enumerate(("volatile", "aggregate")):
             name = f"ecc_{kind}_{since}"
             if mode.code or not reading.values.get("ecc_mode"):
-                reading.gap(name, mode.reason or _ECC_IS_OFF)
+                reading.gap(name, mode.reason or ECC_IS_OFF)
             else:
                 reading.set_field(name, reading.call("nvmlDeviceGetTotalEccErrors", uncorrected, aggregate))
     pages = [reading.call("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
@@ -584,7 +582,7 @@ def read_nvlink_flow(reading: Reading) -> None:
         or any(count < before[1][key] for key, count in counts.items())
     ):
         for name in (*_NVLINK_COUNTERS.values(), "nvlink_flow"):
-            reading.gap(name, answer.reason or (_FIRST_LOOK if counts else _NO_LINK))
+            reading.gap(name, answer.reason or (FIRST_LOOK if counts else _NO_LINK))
         return
     rates = {key: (count - before[1][key]) * 1024.0 / (at - before[0]) for key, count in counts.items()}
     for name in _NVLINK_COUNTERS.values():

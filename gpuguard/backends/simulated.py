@@ -17,7 +17,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import model, procfs
-from gpuguard.backends import simulated_node
+from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, simulated_node
 from gpuguard.backends.drm import ASLEEP
 from gpuguard.backends.simulated_node import (
     LANES_BYTES,
@@ -53,14 +53,12 @@ HANG_LOOK_SECONDS = 0.5  # how often a hanging call checks whether it still has 
 _VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
 _OTHER_VERSIONS = ("6.12.12", None, None)  # of AMD's driver, as an example
 _BROKEN = {
-    "lost": (sentence("problem.lost", "lost"), sentence("driver.gpu_lost", "the GPU is lost")),
+    "lost": (IS_LOST, GPU_LOST),
     "reset": (
         sentence("problem.reset_required", "reset required"),
         sentence("driver.gpu_needs_reset", "the GPU needs a reset"),
     ),
 }
-_UNRESPONSIVE = sentence("problem.unresponsive", "unresponsive")
-_SILENT = sentence("driver.silent", "a driver call did not come back")
 _NOT_IN_MODEL = sentence("sim.not_in_model", "this model does not have it")
 _NOT_DIVIDED = sentence("sim.not_while_divided", "not told while the GPU is divided")
 _NOT_TOLD = sentence("sim.not_told", "the simulated driver does not tell it")
@@ -213,7 +211,7 @@ class Simulated:
 
     def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
-            return _refusing(node, device, _UNRESPONSIVE, _SILENT, ["device"])
+            return _refusing(node, device, UNRESPONSIVE, SILENT, ["device"])
         self.progress(device.index)
         while "hang" in device.faults:
             time.sleep(HANG_LOOK_SECONDS)

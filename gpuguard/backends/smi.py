@@ -26,6 +26,7 @@ from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from gpuguard import model, procfs
+from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, GPU_LOST, IS_LOST, PAGES_PENDING
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
@@ -316,8 +317,7 @@ def read_memory(reading: SmiReading) -> None:
         if reserved is not None and 0 <= reserved <= total:
             reading.values["memory_reserved"] = reserved
         else:
-            counted = sentence("driver.reserved_counts_as_used", "this driver counts it as used memory")
-            reading.gap("memory_reserved", counted)
+            reading.gap("memory_reserved", COUNTED_AS_USED)
         return
     for name in words:
         reading.gap(f"memory_{name}", reason)
@@ -348,7 +348,7 @@ def read_ecc(reading: SmiReading) -> None:
         for kind, ways in _ECC.items():
             field = f"ecc_{kind}_{since}"
             if reading.values.get("ecc_mode") is False:
-                reading.gap(field, sentence("driver.ecc_is_off", "ECC is off"))
+                reading.gap(field, ECC_IS_OFF)
             else:
                 _add_up(reading, field, [[f"ecc_errors/{since}/{name}" for name in way] for way in ways])
     pages = ("multiple_single_bit_retirement", "double_bit_retirement")
@@ -405,8 +405,8 @@ _PROBLEMS = {
     "gpu_reset_status/reset_required": sentence("problem.reset_required", "reset required"),
     "remapped_rows/remapped_row_pending": sentence("problem.row_remap_pending", "row remap pending"),
     "remapped_rows/remapped_row_failure": sentence("problem.row_remap_failed", "row remap failed"),
-    "retired_pages/pending_retirement": sentence("problem.page_retirement_pending", "page retirement pending"),
-    "retired_pages/pending_blacklist": sentence("problem.page_retirement_pending", "page retirement pending"),
+    "retired_pages/pending_retirement": PAGES_PENDING,
+    "retired_pages/pending_blacklist": PAGES_PENDING,
     "fabric/health/route_unhealthy": sentence("problem.unhealthy_route", "the NVLink fabric has an unhealthy route"),
 }
 
@@ -594,9 +594,8 @@ class Smi:
         self._uuids[bus] = uuid
         if _is_lost(element):
             name, bus_id = name_of(word_at(element, "product_name") or ""), _bus_id(bus)
-            problem, reason = sentence("problem.lost", "lost"), sentence("driver.gpu_lost", "the GPU is lost")
-            lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=(problem,))
-            return [(lost, [Gap(uuid, group, reason) for group in sorted(fields)])]
+            lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=(IS_LOST,))
+            return [(lost, [Gap(uuid, group, GPU_LOST) for group in sorted(fields)])]
         reading = SmiReading(element, uuid, fields, live=not self.path)
         for group in sorted(fields):
             read_rows(reading, group)
