@@ -963,9 +963,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each look at clients from now on, whether it goes through all processes."""
     found, real = [], drm.ClientScanner.read
 
-    def read(self: drm.ClientScanner, *, everywhere: bool, also: tuple[int, ...] = ()) -> drm.Clients:
+    def read(self: drm.ClientScanner, *, everywhere: bool) -> drm.Clients:
         found.append(everywhere)
-        return real(self, everywhere=everywhere, also=also)
+        return real(self, everywhere=everywhere)
 
     monkeypatch.setattr(drm.ClientScanner, "read", read)
     return found

@@ -110,12 +110,12 @@ def refused(error: OSError) -> NotTold:
     return NotTold(_REASONS.get(error.errno or 0, failed))
 
 
-def read_or(path: str, default: str = "") -> str:
-    """Return what read() does, or *default* where the kernel does not tell."""
+def read_or(path: str) -> str:
+    """Return what read() does, or "" where the kernel does not tell."""
     try:
         return read(path)
     except NotTold:
-        return default
+        return ""
 
 
 def number(text: str) -> int:
@@ -454,21 +454,21 @@ class ClientScanner:
         self._gpus: dict[str, tuple[str, bool]] = {}  # of the nodes seen in this look: see _gpu_of
         self._hidden = False
 
-    def read(self, *, everywhere: bool, also: Collection[int] = ()) -> Clients:
-        """Look into all processes, or only at the files that were such the last time, and into the processes *also*."""
+    def read(self, *, everywhere: bool) -> Clients:
+        """Look into all processes, or only at the files that were such the last time."""
         if everywhere:
             pids = sorted(int(name) for name in entries(self._proc) if name.isdecimal())
             # /proc leaves out the processes outside of our pid namespace, and with hidepid those of other users.
             hides = self._of_this_machine and (1 not in pids or not procfs.in_first_pid_namespace())
             self._hidden = hides or not os.path.isdir(self._proc)
         else:
-            pids = sorted({*self._known, *also})
+            pids = sorted(self._known)
         self._gpus.clear()
         clients: dict[tuple[str, int], DrmClient] = {}
         undescribed: dict[tuple[int, str], None] = {}
         known: dict[int, list[str]] = {}
         copies: Counter[tuple[object, ...]] = Counter()
-        for pid, descriptor, client in self._open_in_all(pids) if everywhere else self._open_again(pids, also):
+        for pid, descriptor, client in self._open_in_all(pids) if everywhere else self._open_again(pids):
             if isinstance(client, DrmClient):
                 # A child that was forked shows the client of its parent, which has the lower pid nearly always.
                 clients.setdefault((client.address, client.number), client)
@@ -486,10 +486,10 @@ class ClientScanner:
         for pid in pids:
             self._known.pop(pid, None)
 
-    def _open_again(self, pids: Iterable[int], also: Collection[int]) -> Iterator[_Opened]:
-        """Yield what the processes still have open of what they had the last time, and all that *also* have open."""
+    def _open_again(self, pids: Iterable[int]) -> Iterator[_Opened]:
+        """Yield what the processes still have open of what they had the last time."""
         for pid in pids:
-            yield from filter(None, self._open_in(pid, None if pid in also else self._known[pid], everywhere=False))
+            yield from filter(None, self._open_in(pid, self._known[pid], everywhere=False))
 
     def _open_in_all(self, pids: Iterable[int]) -> Iterator[_Opened]:
         """Yield what the processes have open.  Of a slow user that is a part, and what is known from before."""
@@ -511,7 +511,7 @@ class ClientScanner:
             if user in self._unfinished:
                 slow += monotonic() - begun
             if started_before or user in self._unfinished:
-                yield from self._open_again([pid for pid in own if pid in self._known and pid not in seen], ())
+                yield from self._open_again([pid for pid in own if pid in self._known and pid not in seen])
 
     def _look_into(self, pids: Iterable[int]) -> Iterator[_Opened | None]:
         for pid in pids:
