@@ -221,13 +221,14 @@ def test_a_field_has_its_value_or_a_gap_that_says_why() -> None:
     reading.set("temperature", lambda: 255)
     reading.set("name", lambda: None)
     reading.set("power_draw", refuses, wakes=True)
-    reading.close({"memory_free": 3})
+    reading.close()
 
     assert reading.values == {"memory_total": 5}
     assert {gap.field: str(gap.reason) for gap in reading.gaps if gap.field != "power_draw"} == {
         "memory_used": "because",
         "temperature": "implausible value 255",
         "name": "this kernel or GPU does not tell it",
+        "memory_free": "this kernel or GPU does not tell it",
         "memory_reserved": "this kernel or GPU does not tell it",
         "memory_shared_with_host": "this kernel or GPU does not tell it",
     }

@@ -170,7 +170,7 @@ class Amd:
             # An empty list proves nothing where neither the processes of others nor the memory in use can be seen.
             unseen = self._processes.hidden and not use.rows and "memory_used" not in reading.values
             self._list(reading, use.rows, use.untold or (_HIDDEN if unseen else None))
-        reading.close({})
+        reading.close()
         family = [(_device(gpu, reading, ordinal=_ordinal(gpu, gpu.ordinal)), reading.gaps)]
         if reading.values.get("mig_mode"):
             family += [self._partition(gpu, node, reading, use) for node in gpu.nodes]
@@ -191,7 +191,7 @@ class Amd:
             if node.memory is not None and isinstance(used := reading.values.get("memory_used"), int):
                 reading.values["memory_free"] = max(0, node.memory - used)
             self._list(reading, [GpuProcess(pid, size) for pid, size in own.items()], untold)
-        reading.close({}, _OF_THE_WHOLE)
+        reading.close(_OF_THE_WHOLE)
         device = _device(
             gpu,
             reading,

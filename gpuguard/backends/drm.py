@@ -328,9 +328,9 @@ class CardReading:
         """Say why a field is unknown."""
         self.gaps.append(Gap(self.uuid, name, reason))
 
-    def close(self, instead: Mapping[str, object], reason: str = ABSENT) -> None:
-        """Leave a gap for each field of the wanted groups that was not read.  *instead* are the fields known anyway."""
-        told = {gap.field for gap in self.gaps} | self.values.keys() | instead.keys()
+    def close(self, reason: str = ABSENT) -> None:
+        """Leave a gap for each field of the wanted groups that was not read."""
+        told = {gap.field for gap in self.gaps} | self.values.keys()
         for facts in DEVICE_FIELDS.values():
             if facts.group in self.fields and facts.name not in told and facts.name != "problems":
                 self.gap(facts.name, reason)

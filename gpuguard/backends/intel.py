@@ -153,7 +153,7 @@ class Intel:
         for group, reader in _READERS.items():
             if group in look.fields:
                 reader(view)
-        view.reading.close({})
+        view.reading.close()
         if model.HEALTH in look.fields or view.reading.problems:
             view.reading.values["problems"] = tuple(view.reading.problems)
         return view.reading.values, view.reading.gaps

@@ -230,7 +230,7 @@ def _conclude(reading: CardReading) -> None:
             reading.gap(name, ECC_IS_OFF)
     if {model.PROCESSES, model.IDLE_PROCESSES} & set(reading.fields):
         reading.gap("processes", _NO_LIST)
-    reading.close({})
+    reading.close()
 
 
 def _broken(index: int, uuid: str, problem: str) -> Device:
