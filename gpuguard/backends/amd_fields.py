@@ -107,7 +107,7 @@ def read_memory(reading: CardReading, files: GpuFiles) -> None:
     reading.set("memory_total", lambda: _total(files))
     reading.set("memory_used", lambda: files.memory("used"))
     if "memory_total" in values and "memory_used" in values:
-        free = values["memory_total"] - values["memory_used"]  # type: ignore[operator]
+        free = values["memory_total"] - values["memory_used"]
         if free < 0:
             del values["memory_used"]
             reading.gap("memory_used", _MORE_THAN_ALL)

@@ -297,7 +297,7 @@ class CardReading:
     uuid: str
     fields: Collection[str]
     asleep: bool = False
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     gaps: list[Gap] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 

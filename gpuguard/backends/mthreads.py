@@ -171,7 +171,7 @@ class MThreads:
             closed = sentence("problem.cannot_be_opened", "cannot be opened: {reason}", reason=reason)
             problem = PROBLEMS[LOST] if error.value == _GPU_IS_LOST else closed
             return _broken(index, uuid, problem), [Gap(uuid, "device", reason)]
-        return Device(index, uuid, vendor=MTHREADS.name, **reading.values), reading.gaps  # type: ignore[arg-type]
+        return Device(index, uuid, vendor=MTHREADS.name, **reading.values), reading.gaps
 
     def _opened(self, index: int) -> str:
         """Open a device, and return its uuid.  Raises MTMLError."""

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from email.utils import parsedate
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, TreeBuilder
@@ -27,6 +27,7 @@ from xml.parsers import expat
 
 from gpuguard import model, procfs
 from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, GPU_LOST, IS_LOST, PAGES_PENDING
+from gpuguard.backends.drm import ABSENT, CardReading
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
@@ -253,23 +254,20 @@ def converter(field: model.DeviceField) -> Callable[[str], Any]:
     return _WRITTEN_OTHERWISE.get(field.name, by_type)
 
 
-class SmiReading:
-    """One device or MIG instance while its element is read: values and gaps."""
+@dataclass(kw_only=True)
+class SmiReading(CardReading):
+    """A reading of the element of one device or MIG instance."""
 
-    def __init__(self, element: Element, uuid: str, fields: Collection[str], live: bool) -> None:
-        self.element, self.uuid, self.fields = element, uuid, fields
-        self.live = live  # whether its processes are those that run on this machine now
-        self.values: dict[str, Any] = {}
-        self.gaps: list[Gap] = []
-        self.problems: list[str] = []
+    element: Element
+    live: bool  # whether its processes are those that run on this machine now
 
     def word(self, path: str) -> str | None:
         """Return the text at *path* in the element."""
         return word_at(self.element, path)
 
-    def gap(self, field: str, reason: str) -> None:
-        """Say why a field is unknown."""
-        self.gaps.append(Gap(self.uuid, field, cut(reason, 200)))
+    def gap(self, name: str, reason: str = ABSENT) -> None:
+        """Say why a field is unknown, in words that may be those of the document."""
+        super().gap(name, cut(reason, 200))
 
     def problem(self, text: str) -> None:
         """Say what is wrong with the device."""
@@ -290,14 +288,6 @@ def read_rows(reading: SmiReading, group: str) -> None:
             reading.values[name] = value
         else:
             reading.gap(name, _reason(words[0] if words else None))
-
-
-def note_missing(reading: SmiReading) -> None:
-    """Leave a gap for each field of the wanted groups that has neither a value nor a gap yet."""
-    noted = {"problems", *reading.values, *(gap.field for gap in reading.gaps)}
-    for name, field in model.DEVICE_FIELDS.items():
-        if field.group in reading.fields and name not in noted:
-            reading.gap(name, _NOT_TOLD)
 
 
 def read_memory(reading: SmiReading) -> None:
@@ -596,14 +586,14 @@ class Smi:
             name, bus_id = name_of(word_at(element, "product_name") or ""), _bus_id(bus)
             lost = Device(index, uuid, name=name, pci_bus_id=bus_id, problems=(IS_LOST,))
             return [(lost, [Gap(uuid, group, GPU_LOST) for group in sorted(fields)])]
-        reading = SmiReading(element, uuid, fields, live=not self.path)
+        reading = SmiReading(uuid, fields, element=element, live=not self.path)
         for group in sorted(fields):
             read_rows(reading, group)
         for group, reader in _READERS.items():
             if group in fields:
                 reader(reading)
         read_processes(reading, element.find("processes"))
-        note_missing(reading)
+        reading.close(_NOT_TOLD)
         if uuid.startswith("unknown-"):
             reading.problem(sentence("problem.no_uuid", "nvidia-smi does not tell its uuid"))  # by which it is claimed
         problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
@@ -621,7 +611,7 @@ def _instance(
     profile, uuid = named.get(word_at(element, "index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
     if (told := word_at(element, "uuid") or "").startswith("MIG-") and is_uuid(told):
         uuid = told
-    reading = SmiReading(element, uuid, board.fields, board.live)
+    reading = SmiReading(uuid, board.fields, element=element, live=board.live)
     if model.MEMORY in reading.fields:
         read_memory(reading)
     read_processes(reading, board.element.find("processes"), (gi, ci))
