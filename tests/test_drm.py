@@ -509,4 +509,5 @@ def test_rows_of_one_process_are_one() -> None:
         GpuProcess(3), GpuProcess(3),
     ]  # fmt: skip
 
-    assert drm.merged_rows(rows) == [GpuProcess(1, 11, "compute+graphics"), GpuProcess(2, 5), GpuProcess(3, None)]
+    assert drm.merged_rows(rows) == [GpuProcess(2, 5), GpuProcess(1, 11, "compute+graphics"), GpuProcess(3, None)]
+    assert drm.merged_rows(rows, max)[1] == GpuProcess(1, 6, "compute+graphics")

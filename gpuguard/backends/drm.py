@@ -662,8 +662,11 @@ class ProcessLists:
         reading.values["processes"] = tuple(found)
 
 
-def merged_rows(rows: Iterable[GpuProcess]) -> list[GpuProcess]:
-    """Return one row for each pid, with the sum of the memory; who computes and draws is compute+graphics."""
+def merged_rows(rows: Iterable[GpuProcess], of_all: Callable[[list[int]], int] = sum) -> list[GpuProcess]:
+    """Return one row for each pid, in the order of *rows*; one that computes and draws is compute+graphics.
+
+    Its memory is what *of_all* makes of that of its rows, as far as it is known.
+    """
     merged: dict[int, GpuProcess] = {}
     for row in rows:
         if (other := merged.get(row.pid)) is None:
@@ -671,5 +674,5 @@ def merged_rows(rows: Iterable[GpuProcess]) -> list[GpuProcess]:
             continue
         memory = [known for known in (row.memory_used, other.memory_used) if known is not None]
         kind = row.kind if row.kind == other.kind else "compute+graphics"
-        merged[row.pid] = replace(other, memory_used=sum(memory) if memory else None, kind=kind)
-    return [merged[pid] for pid in sorted(merged)]
+        merged[row.pid] = replace(other, memory_used=of_all(memory) if memory else None, kind=kind)
+    return list(merged.values())

@@ -421,7 +421,7 @@ def _read_processes(view: _View) -> None:
         shares[pid].append(share)
     rows = [row for client in view.clients if (row := _row(client, integrated=view.gpu.integrated))]
     rows += [GpuProcess(pid, None, "compute+graphics") for pid in view.undescribed]
-    merged = drm.merged_rows(rows)
+    merged = drm.merged_rows(sorted(rows, key=lambda row: row.pid))
     if model.PROCESS_DETAILS in view.reading.fields:
         merged = [
             replace(row, utilization=min(100.0, max(shares[row.pid]))) if shares[row.pid] else row for row in merged

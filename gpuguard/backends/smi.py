@@ -27,7 +27,7 @@ from xml.parsers import expat
 
 from gpuguard import model, procfs
 from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, GPU_LOST, IS_LOST, PAGES_PENDING
-from gpuguard.backends.drm import ABSENT, CardReading
+from gpuguard.backends.drm import ABSENT, CardReading, merged_rows
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
@@ -35,7 +35,7 @@ from gpuguard.locale.messages import cut, sentence
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
     from typing import Any, NoReturn
 
 # Sixteen devices with all their supported clocks, the longest part, are 2 MB, 40,000 elements and 7 levels.
@@ -429,7 +429,7 @@ def read_processes(reading: SmiReading, listed: Element | None, instance: tuple[
             reading.gap("processes", sentence("smi.odd_pid", "a pid is written {written}", written=written))
             return
         rows.append(process)
-    rows = _merged(rows)
+    rows = merged_rows(rows, max)  # the driver library lists a process that computes and draws twice
     live, details = reading.live, PROCESS_DETAILS in reading.fields
     gone = {row.pid for row in rows if live and not procfs.alive(row.pid)}
     reason = implausibility(
@@ -468,18 +468,6 @@ def _process(reading: SmiReading, entry: Element) -> GpuProcess | None:
         reading.gap(f"process {pid} kind", kind or _reason(None))
     command = (name,) if name and not name.startswith("[") else None
     return GpuProcess(int(pid or 0), used, _KINDS.get(kind or "", _OTHER_KIND), command=command)
-
-
-def _merged(rows: Sequence[GpuProcess]) -> list[GpuProcess]:
-    """Return one process per pid; the driver library lists a process that computes and draws twice."""
-    found: dict[int, GpuProcess] = {}
-    for row in rows:
-        if other := found.get(row.pid):
-            kind = row.kind if row.kind == other.kind else _OTHER_KIND
-            memory = max((used for used in (row.memory_used, other.memory_used) if used is not None), default=None)
-            row = replace(other, kind=kind, memory_used=memory)
-        found[row.pid] = row
-    return list(found.values())
 
 
 _Read = tuple[Device, list[Gap]]
