@@ -87,15 +87,14 @@ class Amd:
         wanted = [gpu for gpu in self._gpus if devices is None or not gpu.uuids.isdisjoint(devices)]
         readings = {gpu: self._read(gpu, fields) for gpu in wanted if gpu.index not in self.skip and not gpu.is_lost}
         uses = self._uses(readings, clock, closely=devices is not None)
-        found: list[Device] = []
-        gaps: list[Gap] = []
-        for gpu in wanted:
-            family = self._family(gpu, fields, readings.get(gpu), uses.get(gpu.card.address))
-            if devices is None or any(device.uuid in devices for device, _ in family):
-                found += [device for device, _ in family]
-                gaps += [gap for _, missing in family for gap in missing]
-        if uses and self._processes.hidden:
-            gaps += _hidden(dmem.held(self._root), uses, wanted)
+        families = [self._family(gpu, fields, readings.get(gpu), uses.get(gpu.card.address)) for gpu in wanted]
+        found = [
+            read
+            for family in families
+            if devices is None or any(device.uuid in devices for device, _ in family)
+            for read in family
+        ]
+        gaps = [*_hidden(dmem.held(self._root), uses, wanted)] if uses and self._processes.hidden else []
         topology = None
         if model.TOPOLOGY in fields:
             topology, missing = connections({gpu.uuid: gpu.card for gpu in readings}, _by_fabric(list(readings)))

@@ -396,19 +396,27 @@ def _connection(one: Card, other: Card) -> str | None:
 
 
 def snapshot_of(
-    backend: Backend, at: tuple[float, float], devices: Iterable[Device], gaps: Iterable[Gap], **facts: Any
+    backend: Backend,
+    at: tuple[float, float],
+    found: Collection[tuple[Device, list[Gap]]],
+    gaps: Iterable[Gap] = (),
+    **facts: Any,
 ) -> Snapshot:
     """Return the snapshot of a backend that reads one vendor's devices of this host.
 
-    *at* is the unix time and CLOCK_BOOTTIME; *facts* are further fields of the snapshot.
+    Args:
+        at: the unix time and CLOCK_BOOTTIME.
+        found: each device with its own gaps.
+        gaps: the further ones.
+        facts: further fields of the snapshot.
     """
     return Snapshot(
         host=os.uname().nodename,
         backend=backend.name,
         taken_at=at[0],
         clock=at[1],
-        devices=tuple(devices),
-        gaps=tuple(gaps),
+        devices=tuple(device for device, _ in found),
+        gaps=(*(gap for _, missing in found for gap in missing), *gaps),
         simulated=backend.simulated,
         **facts,
     )

@@ -15,9 +15,9 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuguard import model
 from gpuguard.backends import (
@@ -104,22 +104,18 @@ class Intel:
             self._root, fields, clock, self._lists, lambda: self._clients(clock, everywhere=devices is not None)
         )
         present = self._present()
-        found: list[Device] = []
-        gaps: list[Gap] = []
-        for index, gpu in enumerate(self._gpus):
-            if devices is None or gpu.card.uuid in devices:
-                values, missing = self._read(index, gpu, present.get(gpu.card.address), look)
-                ordinal = None if gpu.ordinal == index else gpu.ordinal
-                found.append(Device(index, gpu.card.uuid, vendor=INTEL.name, ordinal=ordinal, **values))
-                gaps += missing
-        topology = None
+        found = [
+            self._read(index, gpu, present.get(gpu.card.address), look)
+            for index, gpu in enumerate(self._gpus)
+            if devices is None or gpu.card.uuid in devices
+        ]
+        topology, unconnected = None, list[Gap]()
         if model.TOPOLOGY in fields:
             shown = [gpu.card for index, gpu in enumerate(self._gpus) if index not in self.skip]
             wanted = {card.uuid: card for card in shown if devices is None or card.uuid in devices}
-            topology, missing = drm.connections(wanted)
-            gaps += missing
+            topology, unconnected = drm.connections(wanted)
         version = None if self.simulated else INTEL.kernel_version()
-        return drm.snapshot_of(self, (taken_at, clock), found, gaps, topology=topology, driver_version=version)
+        return drm.snapshot_of(self, (taken_at, clock), found, unconnected, topology=topology, driver_version=version)
 
     def close(self) -> None:
         """Nothing stays open between two samples."""
@@ -137,14 +133,15 @@ class Intel:
             everywhere, self._scanned = True, clock
         return self._scanner.read(everywhere=everywhere)
 
-    def _read(self, index: int, gpu: _Gpu, card: Card | None, look: _Look) -> tuple[dict[str, Any], list[Gap]]:
-        """Return the fields of a GPU that were read, and its gaps."""
-        uuid = gpu.card.uuid
+    def _read(self, index: int, gpu: _Gpu, card: Card | None, look: _Look) -> tuple[Device, list[Gap]]:
+        """Return a GPU as it is read, and its gaps."""
+        uuid, ordinal = gpu.card.uuid, None if gpu.ordinal == index else gpu.ordinal
+        device = partial(Device, index, uuid, vendor=INTEL.name, ordinal=ordinal)
         if index in self.skip:
-            return {"problems": (UNRESPONSIVE,)}, [Gap(uuid, "device", SILENT)]
+            return device(problems=(UNRESPONSIVE,)), [Gap(uuid, "device", SILENT)]
         self.progress(index)
         if card is None:
-            return {"name": gpu.name, "problems": (IS_LOST,)}, [Gap(uuid, "device", GPU_LOST)]
+            return device(name=gpu.name, problems=(IS_LOST,)), [Gap(uuid, "device", GPU_LOST)]
         if card != gpu.card:  # its driver was loaded again
             gpu = self._gpus[index] = replace(gpu, card=card, name=None, counters=Counters())
         gpu.sensors.check()
@@ -156,7 +153,7 @@ class Intel:
         view.reading.close()
         if model.HEALTH in look.fields or view.reading.problems:
             view.reading.values["problems"] = tuple(view.reading.problems)
-        return view.reading.values, view.reading.gaps
+        return device(**view.reading.values), view.reading.gaps
 
 
 def _found(root: str) -> list[_Gpu]:

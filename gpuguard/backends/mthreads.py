@@ -126,16 +126,12 @@ class MThreads:
         """Sample as Backend.sample does."""
         self._start()
         taken_at, clock = time.time(), boot_clock()
-        found: list[Device] = []
-        gaps: list[Gap] = []
-        for index in range(self._count):
-            if devices is None or self._uuids.get(index, "") in devices or index not in self._uuids:
-                device, missing = self._read(index, fields)
-                if devices is None or device.uuid in devices:
-                    found.append(device)
-                    gaps += missing
-        if model.TOPOLOGY in fields:
-            gaps.append(Gap(None, "topology", REASONS[NOT_SUPPORTED]))
+        # A device that was never read may be any.
+        uuids = [self._uuids.get(index) for index in range(self._count)]
+        wanted = [index for index, uuid in enumerate(uuids) if devices is None or uuid in (None, *devices)]
+        read = [self._read(index, fields) for index in wanted]
+        found = [(device, missing) for device, missing in read if devices is None or device.uuid in devices]
+        gaps = [Gap(None, "topology", REASONS[NOT_SUPPORTED])] if model.TOPOLOGY in fields else []
         return snapshot_of(self, (taken_at, clock), found, gaps, driver_version=MTHREADS.kernel_version())
 
     def close(self) -> None:
