@@ -112,13 +112,7 @@ def first_as_float(numbers: Sequence[int]) -> float:
 
 def bits(words: Collection[int]) -> list[int]:
     """Return the numbers of the set bits in an array of 64-bit words, the lowest first."""
-    found = []
-    for number, word in enumerate(words):
-        while word:
-            lowest = word & -word
-            found.append(64 * number + lowest.bit_length() - 1)
-            word ^= lowest
-    return found
+    return [64 * number + bit for number, word in enumerate(words) for bit in range(64) if word >> bit & 1]
 
 
 def number_ranges(numbers: list[int]) -> str | None:
