@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.backends import kfd
 from gpuguard.backends.amd_fields import GpuFiles
-from gpuguard.backends.drm import NotTold, cards, listed, read, read_or
+from gpuguard.backends.drm import NotTold, cards, entries, listed, read, read_or
 from gpuguard.errors import DriverNotFound
 from gpuguard.locale.messages import sentence
 from gpuguard.vendors import AMD
@@ -64,11 +64,7 @@ class AmdGpu:
 
 def state(root: str) -> tuple[object, ...]:
     """Return what changes when GPUs or partitions come or go."""
-    try:
-        names = frozenset(os.listdir(f"{root}/sys/class/drm"))
-    except OSError:
-        names = frozenset()
-    return kfd.generation(root), names
+    return kfd.generation(root), frozenset(entries(f"{root}/sys/class/drm"))
 
 
 def find(root: str, indices: dict[str, int]) -> tuple[AmdGpu, ...]:
