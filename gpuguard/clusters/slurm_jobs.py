@@ -21,7 +21,7 @@ from gpuguard.device_state import vendor_of
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device
-from gpuguard.procfs import read_proc, uid_behind
+from gpuguard.procfs import read_proc, read_text, uid_behind
 
 _TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.([\w+]+)\]")
 QUEUE_SECONDS = 5.0  # people wait for it
@@ -177,11 +177,8 @@ def job_of(pids: Sequence[int]) -> str | None:
     for pid in pids:
         if step := step_of(pid):
             return step[0]
-    try:
-        with open(f"/proc/{pids[0]}/cgroup", encoding="utf-8", errors="replace") as lines:
-            found = re.search(r"/slurm[^\n]*/job_(\d+)(?:/|$)", lines.read(), re.MULTILINE)
-    except (OSError, IndexError):
-        return None
+    cgroup = read_text(f"/proc/{pids[0]}/cgroup") if pids else None
+    found = re.search(r"/slurm[^\n]*/job_(\d+)(?:/|$)", cgroup or "", re.MULTILINE)
     return found[1] if found else None
 
 
