@@ -19,6 +19,7 @@ from gpuguard.backends.drm import (
     CardReading,
     NotTold,
     Sensors,
+    host_memory,
     listed,
     number,
     pairs,
@@ -91,10 +92,6 @@ class GpuFiles:
             raise NotTold(sentence("nvml.implausible_value", "implausible value {value}", value=str(sizes)))
         return sum(sizes)
 
-    def host_memory(self, what: str) -> int:
-        """Return the bytes of the host's memory: "MemTotal" or "MemAvailable"."""
-        return number(pairs(read(f"{self.root}/proc/meminfo")).get(what, "").removesuffix(" kB")) * 1024
-
 
 def read_memory(reading: CardReading, files: GpuFiles) -> None:
     """Read the memory: counters of the driver, which wake no GPU.
@@ -112,14 +109,14 @@ def read_memory(reading: CardReading, files: GpuFiles) -> None:
             del values["memory_used"]
             reading.gap("memory_used", _MORE_THAN_ALL)
         elif files.integrated:
-            reading.set("memory_free", lambda: min(free, files.host_memory("MemAvailable")))
+            reading.set("memory_free", lambda: min(free, host_memory(files.root, "MemAvailable")))
         else:
             values["memory_free"] = free
 
 
 def _total(files: GpuFiles) -> int | None:
     total = files.memory("total")
-    return min(total, files.host_memory("MemTotal")) if files.integrated else total or None
+    return min(total, host_memory(files.root, "MemTotal")) if files.integrated else total or None
 
 
 def read_model(reading: CardReading, files: GpuFiles) -> None:

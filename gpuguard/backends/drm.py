@@ -150,6 +150,11 @@ def pairs(text: str) -> dict[str, str]:
     return {line[0]: line[1].strip() for line in found if len(line) == 2}
 
 
+def host_memory(root: str, what: str) -> int:
+    """Return the bytes of the host's memory: "MemTotal" or "MemAvailable".  Raises NotTold."""
+    return number(pairs(read(f"{root}/proc/meminfo")).get(what, "").removesuffix(" kB")) * 1024
+
+
 # Cards
 
 

@@ -350,7 +350,7 @@ def _read_memory(view: _View) -> None:
 
 def _memory_total(view: _View) -> int:
     if view.gpu.integrated:
-        return _of_host(view, "MemTotal")
+        return drm.host_memory(view.look.root, "MemTotal")
     reason: str = _SIZE_ASLEEP
     if not view.reading.asleep:
         reason = view.regions if isinstance(view.regions, str) else ABSENT
@@ -392,12 +392,7 @@ def _memory_free(view: _View) -> int:
         unknown = "memory_used" if isinstance(total, int) else "memory_total"
         raise NotTold(next(gap.reason for gap in view.reading.gaps if gap.field == unknown))
     free = max(0, total - used)  # processes that share memory are each counted with it
-    return min(free, _of_host(view, "MemAvailable")) if view.gpu.integrated else free
-
-
-def _of_host(view: _View, name: str) -> int:
-    kibibytes = drm.pairs(read(f"{view.look.root}/proc/meminfo")).get(name, "").partition(" ")[0]
-    return number(kibibytes) * 1024
+    return min(free, drm.host_memory(view.look.root, "MemAvailable")) if view.gpu.integrated else free
 
 
 def _memory_of(client: DrmClient, *, integrated: bool) -> int | None:
