@@ -54,21 +54,16 @@ def _address(domain: int, location: int) -> str:
     return f"{domain:04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & _FUNCTION}"
 
 
-class Topology(NamedTuple):
-    """The nodes that can compute."""
-
-    nodes: tuple[KfdNode, ...] = ()
-    # Whether some node cannot be read.  A container may use only its own GPUs, and gets EPERM from the nodes of others.
-    hides_nodes: bool = False
-
-
 def generation(root: str) -> str:
     """Return what changes whenever the nodes change, or "" without KFD."""
     return read_or(f"{_folder(root)}/topology/generation_id")
 
 
-def topology(root: str) -> Topology:
-    """Return the nodes with SIMDs, in the order in which ROCm counts them."""
+def topology(root: str) -> tuple[tuple[KfdNode, ...], bool]:
+    """Return the nodes with SIMDs, in the order in which ROCm counts them, and whether some node cannot be read.
+
+    A container may use only its own GPUs, and gets EPERM from the nodes of others.
+    """
     folder = f"{_folder(root)}/topology/nodes"
     found: list[KfdNode] = []
     hides = False
@@ -79,7 +74,7 @@ def topology(root: str) -> Topology:
                 found.append(_node(f"{folder}/{name}", facts, len(found)))
         except NotTold:
             hides = True
-    return Topology(tuple(found), hides)
+    return tuple(found), hides
 
 
 def _node(folder: str, facts: Mapping[str, str], position: int) -> KfdNode:
