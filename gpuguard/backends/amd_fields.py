@@ -73,10 +73,6 @@ class GpuFiles:
         """Return the number in a file of the PCI device."""
         return number(read(f"{self.card.device}/{name}"))
 
-    def sensor(self, kind: str, *labels: str, suffix: str = "input") -> int:
-        """Return what a sensor says: see Sensors.path."""
-        return self.sensors.value(kind, *labels, suffix=suffix)
-
     def has_fan(self) -> bool:
         """Return whether the board has a fan that the driver knows."""
         try:
@@ -162,9 +158,9 @@ def _throttle_reasons(files: GpuFiles) -> tuple[str, ...]:
 def _power(files: GpuFiles) -> float:
     """Return the watts: a chip tells its mean power or its power now, and rarely both."""
     try:
-        return files.sensor("power", suffix="average") / 10**6
+        return files.sensors.value("power", suffix="average") / 10**6
     except NotTold:
-        return files.sensor("power") / 10**6
+        return files.sensors.value("power") / 10**6
 
 
 def _highest(files: GpuFiles, name: str) -> int:
@@ -213,23 +209,23 @@ ROWS: Mapping[str, Mapping[str, Callable[[GpuFiles], object]]] = {
         "memory_utilization": lambda files: percent(files.number("mem_busy_percent")),
     },
     model.THERMAL: {
-        "temperature": lambda files: files.sensor("temp", *_CORE) / 1000,
-        "temperature_slowdown": lambda files: files.sensor("temp", *_CORE, suffix="crit") / 1000,
-        "temperature_shutdown": lambda files: files.sensor("temp", *_CORE, suffix="emergency") / 1000,
+        "temperature": lambda files: files.sensors.value("temp", *_CORE) / 1000,
+        "temperature_slowdown": lambda files: files.sensors.value("temp", *_CORE, suffix="crit") / 1000,
+        "temperature_shutdown": lambda files: files.sensors.value("temp", *_CORE, suffix="emergency") / 1000,
         "fan_speed": lambda files: files.sensors.fan_speed(),
     },
     model.POWER: {
         "power_draw": _power,
-        "power_limit": lambda files: files.sensor("power", suffix="cap") / 10**6 or None,
+        "power_limit": lambda files: files.sensors.value("power", suffix="cap") / 10**6 or None,
     },
     model.CLOCKS: {
-        "clock_sm": lambda files: files.sensor("freq", "sclk") // 10**6,
+        "clock_sm": lambda files: files.sensors.value("freq", "sclk") // 10**6,
         "clock_sm_max": lambda files: _highest(files, "pp_dpm_sclk"),
-        "clock_memory": lambda files: files.sensor("freq", "mclk") // 10**6,
+        "clock_memory": lambda files: files.sensors.value("freq", "mclk") // 10**6,
         "clock_memory_max": lambda files: _highest(files, "pp_dpm_mclk"),
         "throttle_reasons": _throttle_reasons,
     },
-    model.MEDIA: {"clock_graphics": lambda files: files.sensor("freq", "sclk") // 10**6},
+    model.MEDIA: {"clock_graphics": lambda files: files.sensors.value("freq", "sclk") // 10**6},
     model.ECC: {
         "ecc_mode": lambda files: bool(read(f"{files.card.device}/ras/features")),
         "ecc_corrected_volatile": lambda files: _errors(files, "ce"),
