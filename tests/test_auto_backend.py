@@ -166,13 +166,6 @@ def test_a_gpu_of_the_host_that_a_container_cannot_open_does_not_count(tree):
     assert tree.backends() == "nvml"
 
 
-def test_a_vendor_without_a_backend_is_not_named(tree, monkeypatch):
-    radeon(tree)
-    monkeypatch.setattr(backends, "BACKENDS", {NVIDIA.backend: ""})
-
-    assert tree.backends() == "nvml"
-
-
 def test_auto_is_the_default_and_the_backend_of_this_machine_opens_in_this_process(tmp_path, monkeypatch):
     monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
     assert default_backend() == DEFAULT_BACKEND == "auto"

@@ -177,14 +177,9 @@ def backends_here(wanted: str | None = None, root: str = "/") -> str:
 
 
 def gpu_folders(vendor: Vendor, root: str = "/") -> list[str]:
-    """Return the folders of /sys of the GPUs that are bound to a driver of *vendor*, or [] without a backend for it."""
-    if vendor.backend not in BACKENDS:
-        return []
-    folders = []
-    for driver in vendor.drivers:
-        folder = os.path.join(root, "sys/bus/pci/drivers", driver)
-        folders += [f"{folder}/{name}" for name in _names(folder) if _ADDRESS.fullmatch(name)]
-    return folders
+    """Return the folders of /sys of the GPUs that are bound to a driver of *vendor*."""
+    drivers = [os.path.join(root, "sys/bus/pci/drivers", driver) for driver in vendor.drivers]
+    return [f"{driver}/{name}" for driver in drivers for name in _names(driver) if _ADDRESS.fullmatch(name)]
 
 
 def is_integrated(vendor: Vendor, folder: str) -> bool:
@@ -229,10 +224,7 @@ def _names(folder: str) -> list[str]:
 
 def _text(path: str) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(descriptor, 64).decode(errors="replace").strip()
-        finally:
-            os.close(descriptor)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(64).strip()
     except OSError:
         return ""
