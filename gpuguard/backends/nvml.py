@@ -91,8 +91,6 @@ class Nvml:
         # Read before any call, so that nothing that started later is taken for something that was seen.
         taken_at, clock = time.time(), boot_clock()
         versions = self._versions(fields) if model.MODEL in fields else {}
-        found: list[Device] = []
-        gaps: list[Gap] = []
         if clock - self._settings_read > SETTINGS_SECONDS:
             self._settings_read = clock
             for known in self._devices.values():
@@ -104,9 +102,9 @@ class Nvml:
         seek = None if devices is None else frozenset(devices)
         if any(uuid.startswith("MIG-") for uuid in seek or ()):
             fields = {*fields, model.HEALTH}  # which finds instances
-        for device, missing in self._read_all(fields, seek):
-            found.append(device)
-            gaps += missing
+        read = self._read_all(fields, seek)
+        found = [device for device, _ in read]
+        gaps = [gap for _, missing in read for gap in missing]
         topology = None
         if model.TOPOLOGY in fields:
             topology, missing = self._connections(found)

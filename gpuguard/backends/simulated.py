@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuguard import model, procfs
 from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, simulated_node
-from gpuguard.backends.drm import ASLEEP
+from gpuguard.backends.drm import ASLEEP, snapshot_of
 from gpuguard.backends.simulated_node import (
     LANES_BYTES,
     Instance,
@@ -62,6 +62,8 @@ _BROKEN = {
 _NOT_IN_MODEL = sentence("sim.not_in_model", "this model does not have it")
 _NOT_DIVIDED = sentence("sim.not_while_divided", "not told while the GPU is divided")
 _NOT_TOLD = sentence("sim.not_told", "the simulated driver does not tell it")
+
+_Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Simulated:
@@ -182,24 +184,15 @@ class Simulated:
             fields = {*fields, model.HEALTH}
         fields = set(fields) - {model.BRIEF}  # leaving out values that cost nothing would save nothing
         node = current(self.directory)
-        seen: list[Device] = []
-        gaps: list[Gap] = []
-        for device in node.devices:
-            if devices is None or not node.of(device).isdisjoint(devices):
-                shown, missing = self._read(node, device, fields)
-                seen += shown
-                gaps += missing
-        answering = {device.uuid for device in seen if not device.problems}
+        wanted = [device for device in node.devices if devices is None or not node.of(device).isdisjoint(devices)]
+        found = [shown for device in wanted for shown in self._read(node, device, fields)]
+        answering = {device.uuid for device, _ in found if not device.problems}
         has_nvml = any(device.model.vendor is NVIDIA for device in node.devices)
         driver, nvml, cuda = (_VERSIONS if has_nvml else _OTHER_VERSIONS) if model.MODEL in fields else (None,) * 3
-        return model.Snapshot(
-            host=os.uname().nodename,
-            backend=self.name,
-            taken_at=taken_at,
-            clock=clock,
-            devices=tuple(seen),
-            gaps=tuple(gaps),
-            simulated=True,
+        return snapshot_of(
+            self,
+            (taken_at, clock),
+            found,
             topology=topology(node, answering) if model.TOPOLOGY in fields else None,
             driver_version=driver,
             nvml_version=nvml,
@@ -209,7 +202,8 @@ class Simulated:
     def close(self) -> None:
         """Do nothing, because nothing is held."""
 
-    def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
+    def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> list[_Read]:
+        """Return the device and its instances, each with its gaps."""
         if device.index in self.skip:
             return _refusing(node, device, UNRESPONSIVE, SILENT, ["device"])
         self.progress(device.index)
@@ -223,8 +217,7 @@ class Simulated:
                 return _refusing(node, device, problem, reason, fields)
         detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
         parts = [ReadingContext(node, device, part, boot_clock(), detailed) for part in (None, *instances)]
-        shown = [read(part, fields) for part in parts]
-        return [part for part, _ in shown], [gap for _, gaps in shown for gap in gaps]
+        return [read(part, fields) for part in parts]
 
 
 def current(place: str) -> SimulatedNode:
@@ -290,9 +283,9 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
 
 def _refusing(
     node: SimulatedNode, device: NodeDevice, problem: str, reason: str, missing: Collection[str]
-) -> tuple[list[Device], list[Gap]]:
+) -> list[_Read]:
     broken = _named(node, device, problems=(problem,))
-    return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
+    return [(broken, [Gap(device.uuid, name, reason) for name in sorted(missing)])]
 
 
 def advanced_now(node: SimulatedNode) -> SimulatedNode:
@@ -358,7 +351,7 @@ class ReadingContext:
         return simulated_node.utilization(self.node, self.device, self.clock)
 
 
-def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
+def read(context: ReadingContext, fields: Collection[str]) -> _Read:
     """Return the device in *context* as a driver would show it: the groups in *fields*, and gaps for missing values."""
     device, instance = context.device, context.instance
     uuid = instance.uuid if instance else device.uuid
@@ -383,7 +376,7 @@ def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tupl
     if values.get("processes_plausible") is False:
         odd_list = sentence("sim.implausible_list", "the process list is not plausible: it has pids that cannot be")
         gaps.append(Gap(uuid, "processes", odd_list))
-    return _named(context.node, device, uuid=uuid, **values), tuple(gaps)
+    return _named(context.node, device, uuid=uuid, **values), gaps
 
 
 def _named(node: SimulatedNode, device: NodeDevice, **values: Any) -> Device:
