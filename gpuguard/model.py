@@ -367,6 +367,9 @@ class Gap:
         return getattr(self.reason, "key", "") in _HIDDEN_FROM_USER
 
 
+DeviceAndGaps = tuple[Device, list[Gap]]  # as a backend reads a device: what is unknown of it, too
+
+
 def devices_of(vendor: str) -> str:
     """Return the field of the gap that stands for all devices of *vendor*, none of which can be named."""
     return f"{vendor} devices"

@@ -23,7 +23,7 @@ from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connection
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
-from gpuguard.model import DEVICE_FIELDS, OF_THE_BOARD, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import DEVICE_FIELDS, OF_THE_BOARD, Device, DeviceAndGaps, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.vendors import AMD, names_instance
 
@@ -45,8 +45,6 @@ _UNEXPLAINED = sentence(
     "amd.unexplained", "the GPU has memory in use that no process explains, and it may lie in any partition"
 )
 _HIDDEN = sentence("amd.hidden", "only root can see those that draw, or compute without ROCm")
-
-_Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Amd:
@@ -157,7 +155,7 @@ class Amd:
 
     def _family(
         self, gpu: AmdGpu, fields: Collection[str], reading: CardReading | None, use: GpuUse | None
-    ) -> list[_Read]:
+    ) -> list[DeviceAndGaps]:
         """Return a GPU and its partitions."""
         if reading is None:
             problem, reason, missing = (IS_LOST, GPU_LOST, sorted(fields)) if gpu.is_lost else _SKIPPED
@@ -175,7 +173,7 @@ class Amd:
             family += [self._partition(gpu, node, reading, use) for node in gpu.nodes]
         return family
 
-    def _partition(self, gpu: AmdGpu, node: KfdNode, whole: CardReading, use: GpuUse | None) -> _Read:
+    def _partition(self, gpu: AmdGpu, node: KfdNode, whole: CardReading, use: GpuUse | None) -> DeviceAndGaps:
         reading = CardReading(gpu.uuid_of(node), whole.fields, whole.asleep, problems=whole.problems)
         reading.values = {name: whole.values[name] for name in (*OF_THE_BOARD, "name") if name in whole.values}
         reading.gaps = [Gap(reading.uuid, gap.field, gap.reason) for gap in whole.gaps if gap.field in OF_THE_BOARD]

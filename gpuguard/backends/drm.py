@@ -24,7 +24,7 @@ from gpuguard.backends.plausibility import implausibility
 from gpuguard.device_state import grouped
 from gpuguard.files import closed_after
 from gpuguard.locale.messages import sentence
-from gpuguard.model import DEVICE_FIELDS, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import DEVICE_FIELDS, DeviceAndGaps, Gap, GpuProcess, Snapshot
 from gpuguard.users import accountable_uids
 from gpuguard.vendors import DRM_MAJOR, DRM_NODES
 
@@ -403,7 +403,7 @@ def _connection(one: Card, other: Card) -> str | None:
 def snapshot_of(
     backend: Backend,
     at: tuple[float, float],
-    found: Collection[tuple[Device, list[Gap]]],
+    found: Collection[DeviceAndGaps],
     gaps: Iterable[Gap] = (),
     **facts: Any,
 ) -> Snapshot:

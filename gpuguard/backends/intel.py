@@ -34,7 +34,7 @@ from gpuguard.backends import (
 from gpuguard.backends.drm import ABSENT, ASLEEP, CardReading, NotTold, number, read
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
-from gpuguard.model import BUSY_MEMORY, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import BUSY_MEMORY, Device, DeviceAndGaps, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.vendors import INTEL
 
@@ -133,7 +133,7 @@ class Intel:
             everywhere, self._scanned = True, clock
         return self._scanner.read(everywhere=everywhere)
 
-    def _read(self, index: int, gpu: _Gpu, card: Card | None, look: _Look) -> tuple[Device, list[Gap]]:
+    def _read(self, index: int, gpu: _Gpu, card: Card | None, look: _Look) -> DeviceAndGaps:
         """Return a GPU as it is read, and its gaps."""
         uuid, ordinal = gpu.card.uuid, None if gpu.ordinal == index else gpu.ordinal
         device = partial(Device, index, uuid, vendor=INTEL.name, ordinal=ordinal)

@@ -29,7 +29,7 @@ from gpuguard.backends.nvml_calls import (
 from gpuguard.backends.plausibility import is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, InvalidRequest
 from gpuguard.locale.messages import sentence
-from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.model import Device, DeviceAndGaps, Gap, Snapshot
 from gpuguard.procfs import boot_clock
 from gpuguard.vendors import MTHREADS
 
@@ -148,7 +148,7 @@ class MThreads:
             self._handles: dict[int, Any] = {}
             self._uuids: dict[int, str] = {}
 
-    def _read(self, index: int, fields: Collection[str]) -> tuple[Device, list[Gap]]:
+    def _read(self, index: int, fields: Collection[str]) -> DeviceAndGaps:
         uuid = self._uuids.get(index, f"unknown-{index}")
         if index in self.skip:
             return _broken(index, uuid, UNRESPONSIVE), [Gap(uuid, "device", SILENT)]

@@ -34,7 +34,7 @@ from gpuguard.backends.nvml_fields import FIRST_READERS, READERS
 from gpuguard.backends.plausibility import is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.locale.messages import sentence
-from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.model import Device, DeviceAndGaps, Gap, Snapshot
 from gpuguard.procfs import boot_clock
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ MOST_DEVICES = 1024  # of a machine: each takes a call, so a count without a mea
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
 _NOT_FOR_MIG = sentence("driver.not_for_mig", "not told for MIG instances")
-
-_Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Nvml:
@@ -141,9 +139,9 @@ class Nvml:
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], CallResult] = {}
 
-    def _read_all(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
+    def _read_all(self, fields: Collection[str], seek: Set[str] | None) -> list[DeviceAndGaps]:
         """Return the devices with their gaps, in index order; with *seek*, only those uuids and their families."""
-        found: list[_Read] = []
+        found: list[DeviceAndGaps] = []
         count, begun = self._device_count(), time.monotonic()
         for index in range(count):
             opened = self._devices.get(index)
@@ -159,7 +157,7 @@ class Nvml:
         self._ahead = None
         return found
 
-    def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
+    def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[DeviceAndGaps]:
         """Return a device and its MIG instances, or nothing if it turns out not to be one of *seek*."""
         known = self._devices.get(index)
         uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
@@ -190,7 +188,7 @@ class Nvml:
         problems = tuple(reading.problems) if model.HEALTH in fields or reading.problems else None
         return [(Device(index, opened.uuid, problems=problems, **reading.values), reading.gaps), *parts]
 
-    def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
+    def _own(self, instances: list[DeviceAndGaps], reading: Reading) -> list[DeviceAndGaps]:
         """Return those of *instances* that no other device has as well: by its uuid one would be claimed for both."""
         found = []
         for instance, gaps in instances:
@@ -317,7 +315,7 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
     return bool(ends - devices) and bool(other_ends - devices)
 
 
-def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
+def _lost(opened: KnownDevice, fields: Collection[str]) -> DeviceAndGaps:
     """Return a device that was lost before or while it was read; no value that was just read counts."""
     name = opened.facts.get(("nvmlDeviceGetName",), CallResult()).value
     device = Device(opened.index, opened.uuid, name=name, problems=(PROBLEMS[LOST],))
@@ -376,7 +374,7 @@ class Prefetch(Reading):
         return answer
 
 
-def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
+def instances(parent: Reading) -> Iterator[DeviceAndGaps]:
     """Yield the instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
     count = parent.call_kept("fact", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:

@@ -38,7 +38,7 @@ from gpuguard.clusters.device_variables import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
-from gpuguard.model import Device, Gap, GpuProcess
+from gpuguard.model import Device, DeviceAndGaps, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
 from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES, NVIDIA
@@ -62,8 +62,6 @@ _BROKEN = {
 _NOT_IN_MODEL = sentence("sim.not_in_model", "this model does not have it")
 _NOT_DIVIDED = sentence("sim.not_while_divided", "not told while the GPU is divided")
 _NOT_TOLD = sentence("sim.not_told", "the simulated driver does not tell it")
-
-_Read = tuple[Device, list[Gap]]
 
 
 def open(spec: str = "") -> Simulated:
@@ -202,7 +200,7 @@ class Simulated:
     def close(self) -> None:
         """Do nothing, because nothing is held."""
 
-    def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> list[_Read]:
+    def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> list[DeviceAndGaps]:
         """Return the device and its instances, each with its gaps."""
         if device.index in self.skip:
             return _refusing(node, device, UNRESPONSIVE, SILENT, ["device"])
@@ -283,7 +281,7 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
 
 def _refusing(
     node: SimulatedNode, device: NodeDevice, problem: str, reason: str, missing: Collection[str]
-) -> list[_Read]:
+) -> list[DeviceAndGaps]:
     broken = _named(node, device, problems=(problem,))
     return [(broken, [Gap(device.uuid, name, reason) for name in sorted(missing)])]
 
@@ -351,7 +349,7 @@ class ReadingContext:
         return simulated_node.utilization(self.node, self.device, self.clock)
 
 
-def read(context: ReadingContext, fields: Collection[str]) -> _Read:
+def read(context: ReadingContext, fields: Collection[str]) -> DeviceAndGaps:
     """Return the device in *context* as a driver would show it: the groups in *fields*, and gaps for missing values."""
     device, instance = context.device, context.instance
     uuid = instance.uuid if instance else device.uuid

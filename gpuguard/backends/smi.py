@@ -32,7 +32,7 @@ from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
 from gpuguard.locale.messages import cut, sentence
-from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
+from gpuguard.model import PROCESS_DETAILS, Device, DeviceAndGaps, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -470,8 +470,6 @@ def _process(reading: SmiReading, entry: Element) -> GpuProcess | None:
     return GpuProcess(int(pid or 0), used, _KINDS.get(kind or "", _OTHER_KIND), command=command)
 
 
-_Read = tuple[Device, list[Gap]]
-
 PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first, which takes 1 to 2 s
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
 _NO_PROGRAM = sentence(
@@ -564,7 +562,7 @@ class Smi:
                 raise BackendError(sentence("because", "{what}: {why}", what=self.path, why=str(error))) from None
         return parse(_output(["-q", "-x"], self.progress))
 
-    def _family(self, index: int, element: Element, fields: Collection[str]) -> list[tuple[Device, list[Gap]]]:
+    def _family(self, index: int, element: Element, fields: Collection[str]) -> list[DeviceAndGaps]:
         """Return a device and its MIG instances."""
         bus = element.get("id") or word_at(element, "pci/pci_bus_id") or ""
         told = word_at(element, "uuid") or ""
@@ -591,9 +589,7 @@ class Smi:
         return [(device, reading.gaps), *(_instance(instance, device, reading, named) for instance in instances)]
 
 
-def _instance(
-    element: Element, parent: Device, board: SmiReading, named: dict[str, tuple[str, str]]
-) -> tuple[Device, list[Gap]]:
+def _instance(element: Element, parent: Device, board: SmiReading, named: dict[str, tuple[str, str]]) -> DeviceAndGaps:
     gi, ci = word_at(element, "gpu_instance_id") or "", word_at(element, "compute_instance_id") or ""
     # An instance that does not tell its uuid gets the name that CUDA has always understood for it.
     profile, uuid = named.get(word_at(element, "index") or "", (None, f"MIG-{parent.uuid}/{gi}/{ci}"))
@@ -652,7 +648,7 @@ _READERS: dict[str, Callable[[SmiReading], None]] = {
 }
 
 
-def _distinct(family: list[_Read], known: set[str]) -> list[_Read]:
+def _distinct(family: list[DeviceAndGaps], known: set[str]) -> list[DeviceAndGaps]:
     """Return *family* without those that have the uuid of an earlier device, because a claim goes by the uuid."""
     index = family[0][0].index
     if family[0][0].uuid in known:
