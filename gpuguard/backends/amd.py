@@ -19,13 +19,13 @@ from gpuguard import model
 from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, amd_gpus, dmem
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
-from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connections, read_or, snapshot_of
+from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connections, groups_read, read_or, snapshot_of
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, OF_THE_BOARD, Device, DeviceAndGaps, Gap, GpuProcess, Snapshot
 from gpuguard.procfs import boot_clock
-from gpuguard.vendors import AMD, names_instance
+from gpuguard.vendors import AMD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,9 +76,7 @@ class Amd:
         """Sample as Backend.sample does.  HEALTH shows partitions, which follow their GPU and have its index."""
         # Read before any file, so that nothing that started later is taken for something that was seen.
         taken_at, clock = time.time(), boot_clock()
-        fields = set(fields) - {model.BRIEF}
-        if any(map(names_instance, devices or ())):
-            fields.add(model.HEALTH)
+        fields = groups_read(fields, devices)
         if model.IDLE_PROCESSES in fields:
             fields.add(model.PROCESSES)  # what KFD lists costs little
         self._find()

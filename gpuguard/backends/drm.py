@@ -26,7 +26,7 @@ from gpuguard.files import closed_after
 from gpuguard.locale.messages import sentence
 from gpuguard.model import DEVICE_FIELDS, DeviceAndGaps, Gap, GpuProcess, Snapshot
 from gpuguard.users import accountable_uids
-from gpuguard.vendors import DRM_MAJOR, DRM_NODES
+from gpuguard.vendors import DRM_MAJOR, DRM_NODES, names_instance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -293,6 +293,15 @@ class Sensors:
 
 
 # One device
+
+
+def groups_read(fields: Collection[str], devices: Collection[str] | None) -> set[str]:
+    """Return the groups of *fields* that are read: all, and HEALTH, which finds instances, if *devices* name one.
+
+    To leave out what is only not BRIEF would save nothing.
+    """
+    finding = {model.HEALTH} if any(map(names_instance, devices or ())) else set[str]()
+    return {*fields, *finding} - {model.BRIEF}
 
 
 @dataclass

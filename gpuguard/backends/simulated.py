@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuguard import model, procfs
 from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, simulated_node
-from gpuguard.backends.drm import ASLEEP, snapshot_of
+from gpuguard.backends.drm import ASLEEP, groups_read, snapshot_of
 from gpuguard.backends.simulated_node import (
     LANES_BYTES,
     Instance,
@@ -41,7 +41,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, DeviceAndGaps, Gap, GpuProcess
 from gpuguard.procfs import boot_clock
 from gpuguard.units import format_bytes
-from gpuguard.vendors import DRM_MAJOR, INSTANCE_PREFIXES, NVIDIA
+from gpuguard.vendors import DRM_MAJOR, NVIDIA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,9 +178,7 @@ class Simulated:
         """Sample as Backend.sample does.  HEALTH shows instances, which follow their parent and have its index."""
         # Taken before anything is read, so that no process that started later counts as one that was seen.
         taken_at, clock = time.time(), boot_clock()
-        if any(uuid.startswith(INSTANCE_PREFIXES) for uuid in devices or ()):
-            fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF}  # leaving out values that cost nothing would save nothing
+        fields = groups_read(fields, devices)
         node = current(self.directory)
         wanted = [device for device in node.devices if devices is None or not node.of(device).isdisjoint(devices)]
         found = [shown for device in wanted for shown in self._read(node, device, fields)]

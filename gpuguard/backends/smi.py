@@ -27,7 +27,7 @@ from xml.parsers import expat
 
 from gpuguard import model, procfs
 from gpuguard.backends import COUNTED_AS_USED, ECC_IS_OFF, GPU_LOST, IS_LOST, PAGES_PENDING
-from gpuguard.backends.drm import ABSENT, CardReading, merged_rows
+from gpuguard.backends.drm import ABSENT, CardReading, groups_read, merged_rows
 from gpuguard.backends.plausibility import implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.files import open_file
@@ -506,9 +506,7 @@ class Smi:
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """Sample as Backend.sample does.  The program reads everything at once, whatever is asked for."""
         taken_at, clock = time.time(), procfs.boot_clock()
-        if any(uuid.startswith("MIG-") for uuid in devices or ()):
-            fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF}  # the document has everything
+        fields = groups_read(fields, devices)  # the document has everything
         root = self.document()
         if self.path:
             then = _time_of(word_at(root, "timestamp") or "") or os.path.getmtime(self.path)
