@@ -145,9 +145,7 @@ def _others_on(device: Device, terms: Terms) -> list[GpuProcess]:
 
 def _has_no_list(device: Device, terms: Terms) -> bool:
     """Return whether the device's list of processes cannot be read.  A list that was not read yet counts as good."""
-    return device.processes is None and any(
-        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
-    )
+    return device.processes is None and _gap(device, "processes", terms) is not None
 
 
 def occupancy(device: Device, terms: Terms) -> tuple[bool, bool, int]:
@@ -318,12 +316,11 @@ def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
-    gaps = terms.snapshot.gaps
-    why = next((gap.reason for gap in gaps if (gap.device, gap.field) == (device.uuid, "problems")), None)
+    why = _gap(device, "problems", terms)
     for problem in device.problems or ():
         text = shown(problem, 200)
         if why is not None:
-            text = sentence("refused.problem", "{problem} ({why})", problem=text, why=shown(why))
+            text = sentence("refused.problem", "{problem} ({why})", problem=text, why=shown(why.reason))
         yield Reason(text, getattr(problem, "key", problem) not in _PASSING)
     if device.compute_mode == "prohibited":
         text = sentence(
