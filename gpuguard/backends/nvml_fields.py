@@ -450,16 +450,19 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
     for key in ((row.pid, row.start_time) for row in rows):
         fresh, kept = samples.get(key[0]), device.utilizations.get(key)
         if fresh:
-            means[key] = now, {name: _mean_of(fresh, field) for name, field in _PROCESS_RATES.items()}
+            means[key] = (
+                now,
+                {name: _mean_of(getattr(sample, field) for sample in fresh) for name, field in _PROCESS_RATES.items()},
+            )
         elif kept and now - kept[0] <= KEPT_SECONDS:
             means[key] = kept
     device.utilizations = {key: mean for key, mean in means.items() if key[1] is not None}
     return [replace(row, **means.get((row.pid, row.start_time), (0.0, {}))[1]) for row in rows]
 
 
-def _mean_of(samples: Sequence[Any], field: str) -> float | None:
+def _mean_of(percentages: Iterable[float]) -> float | None:
     """Return the mean of the values that can be true, or None if there are none."""
-    sound = [value for value in (getattr(sample, field) for sample in samples) if 0 <= value <= 100]
+    sound = [value for value in percentages if 0 <= value <= 100]
     return sum(sound) / len(sound) if sound else None
 
 
@@ -483,9 +486,7 @@ def _mean_utilization(reading: Reading) -> float | None:
     kind, rows = samples.value
     if kind >= len(_SAMPLE_VALUES):  # a type that is newer than this table
         return None
-    numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows]
-    sound = [number for number in numbers if 0 <= number <= 100]
-    return sum(sound) / len(sound) if sound else None
+    return _mean_of(getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows)
 
 
 def read_health(reading: Reading) -> None:
