@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,13 +17,11 @@ from gpuguard.model import GpuProcess, ProcessIdentity, Snapshot
 from gpuguard.policies.view import HostUse, MachineUse, UserUse
 from gpuguard.procfs import Stat
 from gpuguard.units import Amount
-from gpuguard.users import read_group_names, user_name
+from gpuguard.users import groups_of, user_name
 
-GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
 NETWORK_SECONDS = 60.0  # after which a process in the host's network is checked again for a network of its own
 MACHINE_SECONDS = 5.0  # after which all processes of the machine are read again
 PAGES_SECONDS = 60.0  # within which the pages of a process are not counted again
-ANSWER_SECONDS = 1.0  # an answer for which a directory service needs longer counts at the next sample
 
 _TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
 _MIB = 2**20
@@ -85,9 +82,6 @@ class HostUses:
         self._machine: tuple[float, MachineUse] | None = None  # clock
         self._spent: dict[ProcessIdentity, float] = {}  # CPU seconds, at that clock
         self._pages: dict[ProcessIdentity, tuple[float, int]] = {}  # (clock, bytes)
-        self._groups: dict[int, frozenset[str]] = {}
-        self._requested: dict[int, float] = {}  # clock
-        self._in_progress: set[int] = set()
 
     def sample(
         self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, debuggers: bool = False
@@ -197,40 +191,12 @@ class HostUses:
         alone = int(largest[0]) * 1024 if largest and largest[0].isdigit() else 0
         return max(sum(known), alone) or None
 
-    def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
-        """uid -> the groups of the users in *snapshot*, without those that no service told in time."""
-        uids = {process.uid for process in _processes(snapshot)} | {record.uid for record in snapshot.claims}
-        again = False
-        for uid in uids - {None}:
-            assert uid is not None
-            asked = self._requested.get(uid)
-            if uid < 0 or uid in self._in_progress or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
-                continue
-            # Each sample asks again for one uid only: a service may need long for uids that it does not know, and
-            # rootless containers have many.
-            if asked is None or not again:
-                again = again or asked is not None
-                self._request_groups(uid, snapshot.clock)
-        return dict(tuple(self._groups.items()))
 
-    def _request_groups(self, uid: int, clock: float) -> None:
-        def read() -> None:
-            try:
-                self._groups[uid] = frozenset(read_group_names(uid))
-            except (KeyError, OSError):  # there is no such user now
-                return
-            finally:
-                self._in_progress.discard(uid)
-
-        self._in_progress.add(uid)
-        thread = threading.Thread(target=read, name=f"groups of {uid}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # there are too many threads; the next sample tries again
-            self._in_progress.discard(uid)
-            return
-        self._requested[uid] = clock
-        thread.join(ANSWER_SECONDS)
+def groups_of_users(snapshot: Snapshot) -> dict[int, frozenset[str]]:
+    """uid -> the groups of the users in *snapshot*, without those that no service told in time."""
+    uids = {process.uid for process in _processes(snapshot)} | {record.uid for record in snapshot.claims}
+    known = {uid: groups_of(uid) for uid in uids if uid is not None and uid >= 0}
+    return {uid: frozenset(names.values()) for uid, names in known.items() if names is not None}
 
 
 def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:

@@ -14,7 +14,6 @@ nothing: see preflight, daemon.
 from __future__ import annotations
 
 import grp
-import math
 import os
 import pwd
 import threading
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 LOOKUP_SECONDS = 1.0
 AGAIN_SECONDS = 60.0
-PACE_SECONDS = 1.0  # between two nameless uids that are asked for again: a user of user namespaces has 65536 of them
+PACE_SECONDS = 1.0  # between two questions that are asked again: a user of user namespaces has 65536 uids without names
 
 SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
 LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
@@ -46,11 +45,11 @@ _Range = tuple[int, str | None]  # (its first uid, the one user to whom it was g
 _given_by: dict[object, list[_Range]] = {}  # version of the file that was read -> its ranges
 _names: dict[int, str] = {}
 _numbers: dict[str, int] = {}  # uids of the users in that file
-_nameless: dict[object, float] = {}  # uid or user that was not found -> when
+_asked: dict[object, float] = {}  # uid or user that was not found, or question about groups -> when it was last asked
 _silent: list[float] = []  # when the directory service fell silent
-_again: list[float] = []  # when a uid without a name was last asked for again
+_again: list[float] = []  # when one of them was last asked again
 _Question = tuple[str, int]  # ("name of group", gid) or ("groups of user", uid)
-_answers: dict[_Question, tuple[float, Any]] = {}  # (when it was last asked, the answer or None if there was none)
+_answers: dict[_Question, Any] = {}  # None: there was none
 
 
 def user_name(uid: int) -> str:
@@ -60,23 +59,17 @@ def user_name(uid: int) -> str:
     return _names.get(uid, str(uid))
 
 
-def read_gids(uid: int) -> list[int]:
-    """Read the numbers of the groups of a user.  This may wait for a directory service.
+def read_groups(uid: int) -> dict[int, str]:
+    """Read the groups of a user: number -> name, where a group without a name has its number in digits.
 
-    Raises KeyError if there is no such user, OverflowError, or OSError.
+    This may wait for a directory service.  Raises KeyError if there is no such user, OverflowError, or OSError.
     """
-    user = pwd.getpwuid(uid)
-    return os.getgrouplist(user.pw_name, user.pw_gid)
-
-
-def read_group_names(uid: int) -> list[str]:
-    """Read the names of the groups of a user as read_gids() does; a group without a name is its number in digits."""
-    names = []
-    for gid in read_gids(uid):
+    user, names = pwd.getpwuid(uid), {}
+    for gid in os.getgrouplist(user.pw_name, user.pw_gid):
         try:
-            names.append(grp.getgrgid(gid).gr_name)
+            names[gid] = grp.getgrgid(gid).gr_name
         except KeyError:
-            names.append(str(gid))
+            names[gid] = str(gid)
     return names
 
 
@@ -87,14 +80,20 @@ def group_name(gid: int) -> str | None:
 
 
 def is_in_group(uid: int, gid: int) -> bool | None:
-    """Whether the system's user database has a user in a group, or None if it does not know the user or is silent.
+    """Whether the system's user database has a user in a group, or None if groups_of() is."""
+    groups = groups_of(uid)
+    return None if groups is None else gid in groups
+
+
+def groups_of(uid: int) -> dict[int, str] | None:
+    """The groups of a user as read_groups() has them, or None if no service knows the user or answers in time.
 
     An answer may be AGAIN_SECONDS old, or older while there is no new one.
     """
     if user_name(uid) == str(uid):  # a user may bring any number of such uids
         return None
-    groups: frozenset[int] | None = _answer("groups of user", uid)
-    return None if groups is None else gid in groups
+    groups: dict[int, str] | None = _answer("groups of user", uid)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,8 @@ class GroupMembers:
 
 
 def _answer(what: str, number: int) -> Any:
-    question = what, number
-    if monotonic() - _answers.get(question, (-math.inf, None))[0] >= AGAIN_SECONDS:
-        _look_up(question)
-    return _answers.get(question, (0.0, None))[1]
+    _look_up((what, number))
+    return _answers.get((what, number))
 
 
 def _look_up(asked: int | str | _Question) -> None:
@@ -129,16 +126,16 @@ def _look_up(asked: int | str | _Question) -> None:
 
 
 def _is_worth_a_lookup(asked: int | str | _Question) -> bool:
-    if not _silent and asked not in _nameless:
+    if not _silent and asked not in _asked:
         return True
     now = monotonic()
     if _silent and now - _silent[0] < AGAIN_SECONDS:
         return False
     _silent.clear()
-    if asked in _nameless:
-        # Only uids need a pace, because there are no more names of users here than root has written down.
-        soon = isinstance(asked, int) and _again and now - _again[0] < PACE_SECONDS
-        if soon or now - _nameless[asked] < AGAIN_SECONDS:
+    if asked in _asked:
+        # Names of users need no pace, because there are no more of them here than root has written down.
+        soon = not isinstance(asked, str) and _again and now - _again[0] < PACE_SECONDS
+        if soon or now - _asked[asked] < AGAIN_SECONDS:
             return False
         _again[:] = [now]
     return True
@@ -146,24 +143,25 @@ def _is_worth_a_lookup(asked: int | str | _Question) -> bool:
 
 def _read(asked: int | str | _Question) -> None:
     if isinstance(asked, tuple):
-        _answers[asked] = monotonic(), _read_groups(*asked)
+        _answers[asked] = _read_groups(*asked)
+        _asked[asked] = monotonic()
         return
     try:
         if isinstance(asked, int):
             _names[asked] = pwd.getpwuid(asked).pw_name
         else:
             _numbers[asked] = pwd.getpwnam(asked).pw_uid
-        _nameless.pop(asked, None)
+        _asked.pop(asked, None)
     except (KeyError, OverflowError, ValueError):
-        _nameless[asked] = monotonic()
+        _asked[asked] = monotonic()
 
 
-def _read_groups(what: str, number: int) -> str | frozenset[int] | None:
+def _read_groups(what: str, number: int) -> str | dict[int, str] | None:
     try:
-        return grp.getgrgid(number).gr_name if what == "name of group" else frozenset(read_gids(number))
+        return grp.getgrgid(number).gr_name if what == "name of group" else read_groups(number)
     except (KeyError, OverflowError, OSError):
         # A service that is away says that its users do not exist, so they stay in the groups in which they were.
-        return None if what == "name of group" else _answers.get((what, number), (0.0, None))[1]
+        return None if what == "name of group" else _answers.get((what, number))
 
 
 def certain_owner(uid: int) -> int:
@@ -174,7 +172,7 @@ def certain_owner(uid: int) -> int:
     given to root, whose containers are anybody's.  A uid without a name is no known user.
     """
     owner = None if uid in _names else owner_of_given(uid)
-    if owner is None or user_name(uid) != str(uid) or uid not in _nameless:
+    if owner is None or user_name(uid) != str(uid) or uid not in _asked:
         return uid
     return _number_of(owner) or uid
 

@@ -28,7 +28,7 @@ from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.enforcement.preflight import ActionContext, Notifier, memory_is_back
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
-from gpuguard.host import HostUses
+from gpuguard.host import HostUses, groups_of_users
 from gpuguard.locale.messages import sentence
 from gpuguard.model import (
     WHO_FIELDS,
@@ -398,7 +398,7 @@ class Watchdog:
             host=host.sample(snapshot, stats, debuggers=needs.kinds) if needs.host else host.pause(),
             paused=self._pauses.processes(rehearsed=not self._context.enforce),
             machine=host.machine(needs.machine) if needs.machine is not None else MachineUse(),
-            groups=host.groups(snapshot),
+            groups=groups_of_users(snapshot),
             scheduled=self.scheduled(snapshot) if needs.scheduler else None,
             seen=process_facts(snapshot, stats),
             gpu_seconds=self.gpu_seconds(),
@@ -705,6 +705,6 @@ class ViewReader:
         """Read the machine now.  Raises BackendError."""
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = {process.pid: stat_of(process.pid) for device in snapshot.devices for process in device.processes or ()}
-        host, groups = self._hosts.sample(snapshot, stats, debuggers=True), self._hosts.groups(snapshot)
+        host, groups = self._hosts.sample(snapshot, stats, debuggers=True), groups_of_users(snapshot)
         machine = self._hosts.machine(RECORDED_LIMITS)
         return RuleView(snapshot, host=host, machine=machine, groups=groups, seen=process_facts(snapshot, stats))

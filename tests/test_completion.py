@@ -11,7 +11,7 @@ from nodes import Gpuguard, eventually, start
 from shells import Shell, needed
 
 from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, VALUES, completions, kind_of, values_of, whole_parser
-from gpuguard.users import read_group_names
+from gpuguard.users import read_groups
 
 # What is typed, and the words of the command line then; ^ is TAB.
 TYPED = {
@@ -141,7 +141,7 @@ def test_without_a_driver_nothing_is_offered_and_nothing_said(tmp_path):
 
     assert values(gpuguard, "devices") == values(gpuguard, "claims") == []
     assert "root" in values(gpuguard, "users")
-    assert set(values(gpuguard, "groups")) == set(read_group_names(os.geteuid()))
+    assert set(values(gpuguard, "groups")) == set(read_groups(os.geteuid()).values())
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_shell(tmp_path, fake: FakeNvml):

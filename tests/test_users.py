@@ -18,7 +18,7 @@ from users import interpreter
 
 from gpuguard import host as hostuse
 from gpuguard import users
-from gpuguard.host import GROUPS_SECONDS, HostUses
+from gpuguard.host import HostUses, groups_of_users
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_host_memory_amount
 
@@ -30,7 +30,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_names", {})
     monkeypatch.setattr(users, "_numbers", {})
     monkeypatch.setattr(users, "_given_by", {})
-    monkeypatch.setattr(users, "_nameless", {})
+    monkeypatch.setattr(users, "_asked", {})
     monkeypatch.setattr(users, "_silent", [])
     monkeypatch.setattr(users, "_again", [])
     monkeypatch.setattr(users, "_answers", {})
@@ -243,53 +243,43 @@ def test_while_the_service_is_away_members_stay_members_and_of_others_it_is_unkn
     assert [users.is_in_group(uid, 50) for uid in (1001, 1002)] == [True, None]
 
 
-def at(clock: float, *uids: int) -> Snapshot:
-    processes = tuple(a_process(100 + uid, uid=uid) for uid in uids)
-    return a_snapshot(a_device(0, processes=processes), clock=clock)
+def of_user(uid: int) -> Snapshot:
+    return a_snapshot(a_device(0, processes=(a_process(100, uid=uid),)))
 
 
-@pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A directory service that is away: who was asked for."""
-    asked: list[int] = []
+def test_who_had_no_groups_while_the_service_was_away_has_them_later(membership):
+    """Until the daemon ended each group protected them, and no policy for one of their groups ever meant them."""
+    name = membership.names.pop(1001)
+    assert groups_of_users(of_user(1001)) == {}
+    membership.names[1001] = name
 
-    def unknown(uid: int) -> pwd.struct_passwd:
-        asked.append(uid)
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    return asked
+    assert groups_of_users(of_user(1001)) == {}
+    membership.now += users.AGAIN_SECONDS
+    assert "vision" in groups_of_users(of_user(1001))[1001]
 
 
-def test_who_had_no_groups_while_the_service_was_away_has_them_later(away, monkeypatch):
-    """Until the daemon ended he was protected by each group, and no policy for one of his ever meant him."""
-    host = HostUses()
-    assert host.groups(at(0, 0)) == {}
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: ME)
+def test_of_several_whose_groups_are_asked_for_again_there_is_one_at_a_time(membership):
+    """A service may need a second for each, and a guard that waits for all of them samples too late."""
+    membership.names |= {1002: "bob", 1003: "carol"}
+    uids = (1001, 1002, 1003)
+    assert all(users.is_in_group(uid, 50) for uid in uids)
+    membership.asked.clear()
+    for _ in range(3):
+        membership.now += users.AGAIN_SECONDS
+        assert all(users.is_in_group(uid, 50) for uid in uids)
 
-    assert host.groups(at(10, 0)) == {}
-    assert "root" in host.groups(at(GROUPS_SECONDS + 1, 0))[0]
-
-
-def test_of_many_who_are_unknown_one_a_look_is_asked_for_again(away):
-    host, uids = HostUses(), (1001, 1002, 1003)
-    host.groups(at(0, *uids))
-    for _ in range(2):
-        host.groups(at(GROUPS_SECONDS + 1, *uids))
-
-    assert (sorted(away[:3]), len(away)) == ([*uids], 5)
+    assert len(membership.asked) == 3
 
 
 def test_while_no_thread_can_be_started_the_look_goes_on_and_groups_are_asked_for_later(monkeypatch):
     def full(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    host = HostUses()
     with monkeypatch.context() as crowded:
-        crowded.setattr(hostuse.threading.Thread, "start", full)
-        assert host.groups(at(0, 0)) == {}
+        crowded.setattr(threading.Thread, "start", full)
+        assert groups_of_users(of_user(0)) == {}
 
-    assert "root" in host.groups(at(10, 0))[0]
+    assert "root" in groups_of_users(of_user(0))[0]
 
 
 SHARING = """

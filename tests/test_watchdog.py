@@ -257,7 +257,7 @@ def test_what_a_policy_file_says_of_the_guard_is_so_for_each_action(a_watchdog, 
     seen = []
     monkeypatch.setattr(actions, "act", lambda verdict, snapshot, context: seen.append((snapshot, context)) or ())
     step = Step("notify", 0.0, (("to", "ops"),))
-    monkeypatch.setattr(watchdog.HostUses, "groups", lambda host, snapshot: {1001: frozenset({"staff"})})
+    monkeypatch.setattr(watchdog, "groups_of_users", lambda snapshot: {1001: frozenset({"staff"})})
     before, *later = snapshots(A_HOG, number=4)
     empty = replace(before, devices=(replace(A_HOG, processes=(), memory_used=0),))
     policy, backend = replace(HOGS, steps=(step,)), Scripted(empty, *later)
@@ -437,10 +437,6 @@ def test_what_policies_judge_by_is_read_whole_for_a_recording(directory, monkeyp
             read.append(("host", words, more))
             return {"host": 1}
 
-        def groups(self, *words):
-            read.append(("groups", words))
-            return {7: frozenset({"lab"})}
-
         def machine(self, limits):
             read.append(("machine", limits))
             return "machine"
@@ -450,6 +446,9 @@ def test_what_policies_judge_by_is_read_whole_for_a_recording(directory, monkeyp
         return snapshot
 
     monkeypatch.setattr(watchdog, "HostUses", Uses)
+    monkeypatch.setattr(
+        watchdog, "groups_of_users", lambda snapshot: {7: frozenset({"lab"})} if snapshot is joined else {}
+    )
     monkeypatch.setattr(watchdog, "stat_of", lambda pid: f"stat of {pid}")
     monkeypatch.setattr(
         watchdog, "with_claims", lambda given, place: (given, place()) == (snapshot, directory) and joined
@@ -469,7 +468,6 @@ def test_what_policies_judge_by_is_read_whole_for_a_recording(directory, monkeyp
     assert read == [
         ("sample", watchdog.RECORDED_FIELDS),
         ("host", (joined, stats), {"debuggers": True}),
-        ("groups", (joined,)),
         ("machine", watchdog.RECORDED_LIMITS),
     ]
 

@@ -28,7 +28,7 @@ from gpuguard.queue.reservations import read_reservations
 from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, local_time
-from gpuguard.users import read_group_names
+from gpuguard.users import read_groups
 from gpuguard.vendors import VENDORS
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS
 
@@ -254,7 +254,7 @@ def _users(_: str) -> Values:
 
 def _groups(_: str) -> Values:
     """Return the groups of this user; root knows which groups there are."""
-    return [(name, "") for name in read_group_names(os.geteuid())]
+    return [(name, "") for name in read_groups(os.geteuid()).values()]
 
 
 def _claims(_: str) -> Values:

@@ -60,7 +60,7 @@ from gpuguard.history.usage_report import (
 )
 from gpuguard.locale import _
 from gpuguard.units import format_count
-from gpuguard.users import read_group_names, user_name
+from gpuguard.users import read_groups, user_name
 from gpuguard.views import report as view
 from gpuguard.views.fleet import end_lines
 from gpuguard.views.text import put, put_json, style
@@ -185,6 +185,6 @@ def _write(path: str, page: str) -> None:
 def _groups_of(uid: int) -> Collection[str]:
     """Return the groups of a user, without the one that has the user's own name."""
     try:
-        return [name for name in read_group_names(uid) if name != user_name(uid)]
+        return [name for name in read_groups(uid).values() if name != user_name(uid)]
     except (KeyError, OverflowError, OSError):
         return ()

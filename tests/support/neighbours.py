@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_snapshot, a_uuid, written
 
-from gpuguard import host, procfs, source, users, watchdog
+from gpuguard import procfs, source, users, watchdog
 from gpuguard.backends import plausibility
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.enforcement import actions, identity, preflight
@@ -311,7 +311,7 @@ def pretended(machine: Machinery, place: Path) -> Iterator[None]:
         patch.setattr(preflight, "may_signal", lambda uids: True)
         patch.setattr(os, "pidfd_open", machine.open_pidfd)
         patch.setattr(signal, "pidfd_send_signal", machine.send)
-        patch.setattr(host.HostUses, "groups", lambda self, snapshot: dict(machine.groups))
+        patch.setattr(watchdog, "groups_of_users", lambda snapshot: dict(machine.groups))
         patch.setattr(users, "SUBUIDS", str(place / "subuid"))
         patch.setattr(users, "pwd", SimpleNamespace(getpwuid=_name, getpwnam=_number))
         yield
