@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import Labels, MetricFamily, distinct, family, labels, number
 from gpuguard.model import Device, Snapshot
 from gpuguard.vendors import AMD, NVIDIA, Vendor
@@ -85,11 +84,8 @@ def _of(vendor: Vendor, snapshot: Snapshot) -> list[Device]:
     return [device for device in distinct(snapshot.devices) if device.vendor == vendor.name]
 
 
-def dcgm(facts: MetricFacts) -> Iterator[MetricFamily]:
+def dcgm(snapshot: Snapshot) -> Iterator[MetricFamily]:
     """Yield what dcgm-exporter would report; the parts of a divided device have its uuid, as they do there."""
-    snapshot = facts.snapshot
-    if not snapshot or not facts.current:
-        return
     devices = _of(NVIDIA, snapshot)
     named = {device.uuid: _dcgm_labels(device, snapshot) for device in devices}
     for name, kind, text, field, factor in DCGM:
@@ -131,11 +127,8 @@ def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
     )
 
 
-def nvitop(facts: MetricFacts) -> Iterator[MetricFamily]:
+def nvitop(snapshot: Snapshot) -> Iterator[MetricFamily]:
     """Yield what nvitop-exporter would report about the devices."""
-    snapshot = facts.snapshot
-    if not snapshot or not facts.current:
-        return
     host, devices = snapshot.host, {}
     parts: dict[str, int] = {}  # uuid of a divided device -> its instances so far
     for device in _of(NVIDIA, snapshot):
@@ -175,11 +168,8 @@ def _nvlinks(devices: dict[Labels, Device]) -> Iterator[MetricFamily]:
         yield family(f"gpu_nvlink_{way}_throughput_MiBps", f"GPU NVLink {verb} throughput (MiB/s).", each)
 
 
-def amd(facts: MetricFacts) -> Iterator[MetricFamily]:
+def amd(snapshot: Snapshot) -> Iterator[MetricFamily]:
     """Yield what AMD's device-metrics-exporter would report about the GPUs of AMD."""
-    snapshot = facts.snapshot
-    if not snapshot or not facts.current:
-        return
     devices = {_amd_labels(device, snapshot): device for device in _of(AMD, snapshot)}
     for name, text, field, factor in AMD_EXPORTER:
         yield family(name, text, [(key, number(getattr(device, field), factor)) for key, device in devices.items()])
@@ -209,4 +199,4 @@ def _amd_labels(device: Device, snapshot: Snapshot) -> Labels:
     )
 
 
-COMPAT: dict[str, Callable[[MetricFacts], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop, "amd": amd}
+COMPAT: dict[str, Callable[[Snapshot], Iterator[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop, "amd": amd}

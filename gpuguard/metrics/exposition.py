@@ -24,8 +24,9 @@ FILE = "gpuguard.prom"
 def prometheus_text(facts: MetricFacts, compat: Collection[str] = (), content_type: str = CONTENT_TYPE) -> str:
     """Make the page for Prometheus, with our own names and those of the exporters *compat*."""
     families = metric_families(facts)
-    for name in dict.fromkeys(compat):
-        families += COMPAT[name](facts)
+    if facts.snapshot and facts.current:
+        for name in dict.fromkeys(compat):
+            families += COMPAT[name](facts.snapshot)
     return to_openmetrics(families) if content_type == OPENMETRICS else to_prometheus(families)
 
 
