@@ -112,34 +112,35 @@ def distinct(devices: Iterable[Device]) -> list[Device]:
     return list({device.uuid: device for device in devices}.values())
 
 
+def _by_policy(counts: Iterable[tuple[tuple[str, ...], int]], *others: str) -> list[tuple[Labels, int]]:
+    """Return a row per count, whose keys are the policy and *others*; beyond MAX_ACTIONS rows no policy is named."""
+    return [
+        (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, **dict(zip(others, values, strict=True))), count)
+        for rank, ((policy, *values), count) in enumerate(sorted(counts))
+    ]
+
+
 def _health(facts: MetricFacts) -> Iterator[MetricFamily]:
     yield _single("build_info", "The version of gpuguard.", 1, version=facts.version)
-    yield _single("daemon_up", "1 when a daemon guards this machine.", facts.daemon_up)
-    yield _single("driver_up", "1 when the driver answered when it was asked last.", facts.driver_up)
-    yield _single("sample_interval_seconds", "Time between two samples of the daemon.", facts.interval)
-    text = "Times that sampling began to fail since the daemon started."
-    yield _single("sample_failures_total", text, facts.troubles, "counter")
-    text = "Lines of the audit log that could not be written since the daemon started."
-    yield _single("audit_failures_total", text, facts.unrecorded, "counter")
-    actions = [
-        (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, action=action, outcome=outcome), count)
-        for rank, ((policy, action, outcome), count) in enumerate(sorted((facts.actions or {}).items()))
-    ]
+    for name, text, value in (
+        ("daemon_up", "1 when a daemon guards this machine.", facts.daemon_up),
+        ("driver_up", "1 when the driver answered when it was asked last.", facts.driver_up),
+        ("sample_interval_seconds", "Time between two samples of the daemon.", facts.interval),
+        ("sample_failures_total", "Times that sampling began to fail since the daemon started.", facts.troubles),
+        ("audit_failures_total", "Lines of the audit log that could not be written since the daemon started.",
+         facts.unrecorded),
+    ):  # fmt: skip
+        yield _single(name, text, value, "counter" if name.endswith("_total") else "gauge")
     modes = [(labels(mode=mode), count) for mode, count in (facts.policies or {}).items()]
     yield family("gpuguard_policies", "Policies in force, by their mode.", modes)
     text = "Faults of the policy file: what it says is not in force as a whole while there are some."
     yield _single("policy_file_faults", text, facts.policy_faults)
     text = "Faults of line.yaml, the rules of the queue: the last good ones hold while there are some."
     yield _single("line_file_faults", text, facts.line_faults)
-    breaches = [
-        (labels(policy=policy if rank < MAX_ACTIONS else OTHERS, stage=stage), count)
-        for rank, ((policy, stage), count) in enumerate(sorted((facts.breaches or {}).items()))
-    ]
-    yield family(
-        "gpuguard_policy_breaches", "Conditions of policies that hold now, by how far they have come.", breaches
-    )
-    text = "What policies did, since the daemon started."
-    yield family("gpuguard_policy_actions_total", text, actions, "counter")
+    text = "Conditions of policies that hold now, by how far they have come."
+    yield family("gpuguard_policy_breaches", text, _by_policy((facts.breaches or {}).items(), "stage"))
+    actions = _by_policy((facts.actions or {}).items(), "action", "outcome")
+    yield family("gpuguard_policy_actions_total", "What policies did, since the daemon started.", actions, "counter")
     snapshot = facts.snapshot
     if not snapshot:
         return
