@@ -24,11 +24,11 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.files import closed_after
-from gpuguard.model import CLOCKS, HEALTH, PCIE, POWER, WHO_FIELDS, Gap
+from gpuguard.model import ALL_FIELDS, CLOCKS, HEALTH, PCIE, POWER, WHO_FIELDS, Gap, Snapshot
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.top import scene_source as top_feed
 from gpuguard.top.scene import Thresholds
-from gpuguard.top.scene_source import SceneFeed, site_rules
+from gpuguard.top.scene_source import EVERY_TIME, IN_TURNS, SceneFeed, merged, site_rules
 from gpuguard.users import user_name
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
@@ -107,13 +107,16 @@ def test_the_instances_of_a_divided_device_are_looked_for_every_time():
     assert [top_feed.due_devices(look, before) for look in range(2)] == [[parent.uuid], []]
 
 
+def after_a_turn(before: Snapshot, more: Snapshot) -> Snapshot:
+    return before.updated(merged(before, more, IN_TURNS, ALL_FIELDS))
+
+
 def test_a_turn_changes_what_it_has_read_and_nothing_else():
-    before = a_snapshot(
-        a_device(0, power_draw=300.0), a_device(1, power_draw=300.0), gaps=(Gap(a_device(0).uuid, "fan_speed", "no"),)
-    )
+    torn = a_device(0, power_draw=300.0, processes_plausible=False)
+    before = a_snapshot(torn, a_device(1, power_draw=300.0), gaps=(Gap(torn.uuid, "fan_speed", "no"),))
     blank = replace(a_device(0), **dict.fromkeys(("name", "memory_total", "memory_used", "processes", "temperature")))
     more = a_snapshot(replace(blank, power_draw=400.0), gaps=(Gap(a_device(0).uuid, "temperature", "no"),))
-    now = top_feed.refreshed(before, more)
+    now = after_a_turn(before, more)
 
     assert [device.power_draw for device in now.devices] == [400.0, 300.0]
     assert now.devices[0] == replace(before.devices[0], power_draw=400.0, temperature=None)
@@ -124,7 +127,7 @@ def test_a_turn_changes_what_it_has_read_and_nothing_else():
 def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept(turn):
     before = a_snapshot(a_device(0))
     now = a_snapshot(replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",)))
-    seen = top_feed.refreshed(before, now) if turn else top_feed.merged(before, now, top_feed.EVERY_TIME | {POWER})
+    seen = after_a_turn(before, now) if turn else merged(before, now, EVERY_TIME | {POWER}, WHO_FIELDS)
     (device,) = seen.devices
 
     assert (device.name, device.problems) == ("NVIDIA H100 80GB HBM3", ("lost",))
@@ -137,17 +140,17 @@ def test_what_was_not_read_this_time_is_as_it_was():
     kept, new = {"name": None, "temperature": None, "problems": None}, {"power_draw": 400.0, "memory_used": GIB}
     # Power is read this time, and its limit is unknown: that is not taken from before.
     now = a_snapshot(a_device(0, power_limit=None, **kept, **new), driver_version=None)
-    merged = top_feed.merged(before, now, top_feed.EVERY_TIME | {POWER})
+    seen = merged(before, now, EVERY_TIME | {POWER}, WHO_FIELDS)
 
-    assert merged.devices == (a_device(0, temperature=50.0, power_limit=None, **new),)
-    assert (merged.driver_version, len(merged.gaps)) == ("550.54.15", 1)
+    assert seen.devices == (a_device(0, temperature=50.0, power_limit=None, **new),)
+    assert (seen.driver_version, len(seen.gaps)) == ("550.54.15", 1)
 
 
 def test_what_is_not_shown_any_more_is_forgotten_instead_of_growing_old():
     before, now = a_snapshot(a_device(0, pstate=0, fan_speed=30.0)), a_snapshot(a_device(0))
     wanted = WHO_FIELDS | {CLOCKS}
-    kept = top_feed.merged(before, now, top_feed.EVERY_TIME, wanted)
-    (device,) = top_feed.merged(before, now, top_feed.EVERY_TIME).devices
+    kept = merged(before, now, EVERY_TIME, wanted)
+    (device,) = merged(before, now, EVERY_TIME, WHO_FIELDS).devices
 
     assert kept.devices[0].pstate == 0
     assert (device.pstate, device.fan_speed) == (None, 30.0)

@@ -62,9 +62,7 @@ def due_devices(number: int, now: Snapshot, turns: int = TURNS) -> list[str]:
     return whole[number % turns :: turns]
 
 
-def merged(
-    before: Snapshot | None, now: Snapshot, read: frozenset[str], wanted: frozenset[str] = model.WHO_FIELDS
-) -> Snapshot:
+def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str], wanted: frozenset[str]) -> Snapshot:
     """Return *now*, with those groups that are *wanted* but were not *read* this time as they were *before*.
 
     A device that fails keeps nothing but its name.
@@ -73,24 +71,14 @@ def merged(
         return now
     former = {device.uuid: device for device in before.devices}
     kept = {name for group, names in model.GROUPED_FIELDS.items() if group in wanted - read for name in names}
+    if "processes" in kept:
+        kept.add("processes_plausible")  # which says whether that list can be relied on
     devices = tuple(_completed(device, former.get(device.uuid), kept) for device in now.devices)
     alive = {None, *(device.uuid for device in devices if not _fails(device))}
     gaps = tuple(gap for gap in before.gaps if gap.field in kept and gap.device in alive)
     names = ("driver_version", "nvml_version", "cuda_version")
     versions = {name: getattr(now, name) or getattr(before, name) for name in names}
     return replace(now, devices=devices, gaps=(*gaps, *now.gaps), **versions)
-
-
-def refreshed(now: Snapshot, more: Snapshot, read: frozenset[str] = IN_TURNS) -> Snapshot:
-    """Return *now* with the groups that were *read* into *more*, which has some of the devices."""
-    fresh = {device.uuid: device for device in more.devices}
-    names = {name for group in read for name in model.GROUPED_FIELDS[group]}
-    devices = tuple(
-        _completed(fresh[device.uuid], device, set(vars(device)) - names) if device.uuid in fresh else device
-        for device in now.devices
-    )
-    gaps = tuple(gap for gap in now.gaps if gap.device not in fresh or gap.field not in names)
-    return replace(now, devices=devices, gaps=(*gaps, *more.gaps))
 
 
 def _completed(now: Device, before: Device | None, kept: set[str]) -> Device:
@@ -185,7 +173,7 @@ class SceneFeed:
             ):
                 due = due_devices(self._driver_samples, now, max(TURNS, turns)) if turn and before else []
                 if due:
-                    now = refreshed(now, backend.sample(turn, due), turn)
+                    now = now.updated(merged(now, backend.sample(turn, due), turn, model.ALL_FIELDS))
         except GpuguardError:
             self._before = None  # so that everything is read anew once it answers again
             raise
