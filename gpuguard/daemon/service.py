@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
@@ -123,17 +124,14 @@ def _not_roots_alone(path: str) -> str | None:
         return f"{path!r} is no absolute path"
     if (real := os.path.realpath(path)) != os.path.normpath(path):  # else the directories of all links would count
         return f"{path} goes over a link: write {real}"
-    end = real
-    while True:
+    for directory in (Path(real), *Path(real).parents):
         try:
-            status = os.lstat(end)
+            status = directory.lstat()
         except OSError as error:
-            return f"{end}: {error.strerror}"
+            return f"{directory}: {error.strerror}"
         if status.st_uid or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
-            return f"{end} can be changed by others than root, or is no directory"
-        if end == "/":
-            return None
-        end = os.path.dirname(end)
+            return f"{directory} can be changed by others than root, or is no directory"
+    return None
 
 
 class Daemon:
