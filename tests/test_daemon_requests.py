@@ -23,7 +23,8 @@ from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, read_restrictions
 from gpuguard.daemon.exemptions import Exemptions
-from gpuguard.daemon.requests import ADMINISTRATION, RequestContext, handle
+from gpuguard.daemon.requests import ADMINISTRATION, PERSONAL, RequestContext, handle
+from gpuguard.enforcement.identity import overflow_uid
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.audit_log import line_of
 from gpuguard.model import Event, Subject
@@ -173,6 +174,11 @@ def test_a_reply_fits_into_its_line_however_many_findings_there_are(requests_):
 
     assert len(said["standing"]) >= 5 and len(said["standing"]) + said["left_out"] == 100
     assert len(json.dumps({"ok": True, **said})) < 4096
+
+
+@pytest.mark.parametrize("name", sorted(PERSONAL))
+def test_users_who_are_all_one_uid_here_have_nothing_of_their_own(requests_, name):
+    assert requests_.refuses(overflow_uid(), "who you are is not known here", do=name)
 
 
 @root

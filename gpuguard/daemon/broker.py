@@ -35,7 +35,6 @@ from gpuguard.claims.records import probe_in_gate, slot_names
 from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_restrictions, restrictions_against
 from gpuguard.daemon.socket_server import DescriptorReply, Reply
 from gpuguard.eligibility import Sharing
-from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.files import close_all, closed_after
 from gpuguard.locale.messages import Sentence, all_of, cut, nsentence, sentence
@@ -200,12 +199,6 @@ class Broker:
         Raises:
             GpuguardError: the request makes no sense.
         """
-        if uid == identity.overflow_uid():
-            raise GpuguardError(
-                sentence(
-                    "daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own."
-                )
-            )
         names, began = _device_names(message), time.monotonic()
         try:
             if message.get("inside") is not None:

@@ -17,7 +17,6 @@ from typing import Any
 from gpuguard.claims.daemon_client import EndedReply, ExemptionReply
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, MAX_REASON, MAX_RESTRICTIONS, Restriction, change, read_restrictions
-from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.locale.messages import sentence
 from gpuguard.model import Device, Event, EventOutcome
@@ -159,12 +158,6 @@ class Exemptions:
         wanted, device = request.get("uid"), request.get("device")
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted < 2**32):
             raise InvalidRequest(sentence("keep.no_user", "that is no user."))
-        if uid == identity.overflow_uid():
-            raise GpuguardError(
-                sentence(
-                    "daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own."
-                )
-            )
         if uid != 0 and wanted not in (None, uid):
             raise GpuguardError(sentence("keep.only_root", "only root may do that for other users: run it with sudo."))
         owner = wanted if uid == 0 else uid

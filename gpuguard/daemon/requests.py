@@ -88,6 +88,10 @@ def handle(context: RequestContext, uid: int, request: Request) -> Reply:
         raise InvalidRequest(
             sentence("daemon.can", "this daemon can be asked to {requests}.", requests=", ".join(HANDLERS))
         )
+    if name in PERSONAL and uid == identity.overflow_uid():
+        raise GpuguardError(
+            sentence("daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own.")
+        )
     if name in ADMINISTRATION and not _is_administrator(uid):
         raise GpuguardError(sentence("daemon.only_root", "only root may ask for that: run it with sudo."))
     # A field with a wrong name or with null may be a mistake, and it must not pass for a missing one, which means all.
@@ -208,10 +212,6 @@ def status_reply(status: PolicyStatus, snapshot: Snapshot | None = None) -> Poli
 
 def _events(context: RequestContext, uid: int, request: Request) -> Reply:
     """Return the newest lines of the log about the user who asks, as many as fit; none about others or messages."""
-    if uid == identity.overflow_uid():
-        raise GpuguardError(
-            sentence("daemon.unknown_user", "who you are is not known here: you are in a user namespace of your own.")
-        )
     try:
         written = read_log(events_path(), _LOG_BYTES)
         about = deque((line for line in written if b'"uid": %d' % uid in line or b'"uids": "' in line), maxlen=500)
@@ -352,3 +352,4 @@ FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "quarantine": {"device": _TEXT, "for_seconds": _NUMBER, "end": _BOOLEAN, "reason": _TEXT},
 }
 ADMINISTRATION = frozenset({"reload", "deny", "quarantine"})
+PERSONAL = frozenset({"keep", "end", "claim", "events"})  # which mean something else for each user
