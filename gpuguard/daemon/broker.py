@@ -173,7 +173,6 @@ class Broker:
         reason, message = (_gave_back if gave_back else _did_not_claim)(words, again)
         restriction = Restriction(name, now, now + SET_BACK_SECONDS, reason, THE_DAEMON, user)
         change(self._directory, SET_BACK, lambda restrictions: restrictions.update({name: restriction}))
-        facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
         return Event(
             time=now,
             kind="queue",
@@ -183,7 +182,7 @@ class Broker:
             pid=ticket.pid,
             claim=None,
             message=message,
-            facts=facts,
+            facts=(("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS)),
         )
 
     def claims(self) -> dict[str, Any]:

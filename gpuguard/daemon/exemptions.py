@@ -196,17 +196,15 @@ class Exemptions:
 
     def _log(self, outcome: EventOutcome, asked_by: int, exemption: Restriction) -> None:
         owner, uuid = _parts(exemption.name)
-        facts = (("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until))
-        devices, message = (uuid,) if uuid else (), exemption.reason or None
         self._report(
             Event(
                 time=time.time(),
                 kind="keep",
                 outcome=outcome,
                 user=exemption.user,
-                devices=devices,
-                message=message,
-                facts=facts,
+                devices=(uuid,) if uuid else (),
+                message=exemption.reason or None,
+                facts=(("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until)),
             )
         )
 

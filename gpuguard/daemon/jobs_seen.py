@@ -54,14 +54,6 @@ class JobsSeen:
 
 def _line(job: _SeenJob, ended: float) -> Event:
     claim, meter = job.claim, job.meter
-    # The user is named, but not by "uid", because then all jobs of that user would ask what happened to them.
-    facts = {
-        "owner_uid": claim.uid,
-        "wall_time_seconds": round(max(0.0, ended - job.begun), 3),
-        "peak_memory_bytes": meter.peak_memory,
-        "mean_utilization_percent": meter.utilization(),
-        "energy_joules": meter.energy(),
-    }
     return Event(
         time=time.time(),
         kind="claim",
@@ -71,5 +63,12 @@ def _line(job: _SeenJob, ended: float) -> Event:
         pid=claim.pid,
         claim=claim.id,
         message=shlex.join(claim.command)[:LONGEST_COMMAND] if claim.command else None,
-        facts=tuple(facts.items()),
+        # The user is named, but not by "uid", because then all jobs of that user would ask what happened to them.
+        facts=(
+            ("owner_uid", claim.uid),
+            ("wall_time_seconds", round(max(0.0, ended - job.begun), 3)),
+            ("peak_memory_bytes", meter.peak_memory),
+            ("mean_utilization_percent", meter.utilization()),
+            ("energy_joules", meter.energy()),
+        ),
     )

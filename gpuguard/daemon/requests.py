@@ -281,17 +281,15 @@ def _restrict(
             restrictions[name] = restriction
 
     change(context.directory, kind, update)
-    facts = (("until_unix_seconds", until), ("by_uid", uid), *((("uid", int(name)),) if user else ()))
-    devices, message = () if user else (name,), restriction.reason or None
     context.append(
         Event(
             time=now,
             kind="deny" if kind == DENIED else "quarantine",
             outcome="ended" if ends else kind,
             user=user,
-            devices=devices,
-            message=message,
-            facts=facts,
+            devices=() if user else (name,),
+            message=restriction.reason or None,
+            facts=(("until_unix_seconds", until), ("by_uid", uid), *((("uid", int(name)),) if user else ())),
         )
     )
     return {"until_unix_seconds": until, "ended": ended if ends else 0}

@@ -351,14 +351,13 @@ class _Lane:
             ("retry_after_seconds", pause if pause and not given_up else None),
         )
         named = [value for part in batch.messages for name, value in part.facts if name == "device_uuid" and value]
-        devices = tuple(str(uuid) for uuid in dict.fromkeys(named))
         self.report(
             Event(
                 time=time.time(),
                 kind="notify",
                 outcome="sent" if went_out else "given up" if given_up else "failed",
                 user=message.user,
-                devices=devices,
+                devices=tuple(str(uuid) for uuid in dict.fromkeys(named)),
                 message=remark or None,
                 facts=facts,
             )
