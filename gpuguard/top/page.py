@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpuguard.device_state import DeviceUse, model_name, user_totals
 from gpuguard.locale import _, translated
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.tables import shorten
+from gpuguard.tables import padded, shorten
 from gpuguard.top.devices import FULL_LINES, device_lines, folded
 from gpuguard.top.plots import FEWEST_ROWS, plot_lines
 from gpuguard.top.process_table import chosen_row, process_lines
@@ -161,51 +161,42 @@ def _users(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
 
 
 def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
-    lines, title = [], _("WAITS")
-    indent = " " * display_width(title)
-    for number, (ticket, start) in enumerate(scene.waiting[:_WAITING]):
+    rows: list[list[Part]] = []
+    for number, (ticket, start) in enumerate(scene.waiting[:_WAITING], 1):
         since = format_duration(round(max(0.0, scene.snapshot.taken_at - ticket.since)))
         # A long note is shortened, because when the request starts, and why not earlier, comes after it.
         note = f' "{shorten(neutralise(ticket.note), width // 4)}"' if ticket.note else ""
-        label = f"{indent if number else title} {number + 1}. "
-        parts: list[Part] = [(label, "dim"), (neutralise(ticket.user), "bold")]
         gpus = format_count(ticket.num_gpus, "GPU")
-        parts.append(
-            (
-                _(" {gpus} for {since}{note}: {start}").format(
-                    gpus=gpus, since=since, note=note, start=neutralise(translated(start))
-                ),
-                "",
-            )
+        text = _(" {gpus} for {since}{note}: {start}").format(
+            gpus=gpus, since=since, note=note, start=neutralise(translated(start))
         )
-        lines.append(_line(parts, width))
-    if (more := len(scene.waiting) - _WAITING) > 0:
-        text = _("and {more} more in the queue: gpuguard queue").format(more=more)
-        lines.append(_line([(f"{indent} {text}", "dim")], width))
-    return lines
+        rows.append([(f"{number}. ", "dim"), (neutralise(ticket.user), "bold"), (text, "")])
+    more = len(scene.waiting) - len(rows)
+    text = _("and {more} more in the queue: gpuguard queue").format(more=more) if more else ""
+    return _titled(_("WAITS"), rows, text, width)
 
 
 def _jobs(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
     jobs = [job for job in scene.jobs if not view.users or job.user in view.users]
     labels = {device.uuid: device.label for device in scene.snapshot.devices}
-    lines, title = [], _("JOB")
-    indent = " " * max(display_width(title), display_width(_("WAITS")))
-    title += indent[display_width(title) :]
-    for number, job in enumerate(jobs[:_JOBS]):
+    rows: list[list[Part]] = []
+    for job in jobs[:_JOBS]:
         known = [labels[uuid] for uuid in job.devices if uuid in labels]
         gpus = f"GPU {','.join(known)}" if known else format_count(job.num_gpus, "GPU")
         since = public_since(job, scene.snapshot.taken_at)
-        parts: list[Part] = [
-            (f"{indent if number else title} ", "dim"),
-            (neutralise(job.full_id), "bold"),
-            (f" {public_state(job)}", "yellow" if job.unattended else ""),
-            (_(" {since}, {gpus}: {what}").format(since=since, gpus=gpus, what=neutralise(job.what)), ""),
-        ]
-        lines.append(_line(parts, width))
-    if (more := len(jobs) - _JOBS) > 0:
-        text = _("and {more} more: gpuguard jobs --all, or the key J").format(more=more)
-        lines.append(_line([(f"{indent} {text}", "dim")], width))
-    return lines
+        state = (f" {public_state(job)}", "yellow" if job.unattended else "")
+        what = _(" {since}, {gpus}: {what}").format(since=since, gpus=gpus, what=neutralise(job.what))
+        rows.append([(neutralise(job.full_id), "bold"), state, (what, "")])
+    more = len(jobs) - len(rows)
+    text = _("and {more} more: gpuguard jobs --all, or the key J").format(more=more) if more else ""
+    return _titled(padded(_("JOB"), display_width(_("WAITS"))), rows, text, width)
+
+
+def _titled(title: str, rows: Sequence[Sequence[Part]], more: str, width: int) -> list[ScreenLine]:
+    """Return *rows* as lines, with *title* before the first, and then *more*, a text on what is left out, or ""."""
+    indent = " " * display_width(title)
+    lines = [_line([(f"{indent if number else title} ", "dim"), *row], width) for number, row in enumerate(rows)]
+    return [*lines, *([_line([(f"{indent} {more}", "dim")], width)] if more else [])]
 
 
 def _gaps(scene: Scene, width: int) -> list[ScreenLine]:
