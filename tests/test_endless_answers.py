@@ -19,7 +19,7 @@ from gpuguard.notify.sender import attempt
 from gpuguard.notify.targets import Email, Webhook
 
 LONG = 200 * MOST_BYTES  # what a peer says at most, so that a test without a bound ends as well
-PIECES = 80  # of a slow peer, likewise
+PIECES = 400  # of a slow peer, likewise
 ENDLESS = {
     "smtp": b"220-" + b"x" * 60 + b"\r\n",
     "http": b"HTTP/1.1 100 Continue\r\n\r\n",

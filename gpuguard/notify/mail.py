@@ -7,13 +7,12 @@ import os
 import re
 import smtplib
 import socket
-import ssl
 import subprocess
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
 from gpuguard.locale.messages import all_of, sentence
-from gpuguard.notify.connections import ConnectionLimits, connect, limit_tls
+from gpuguard.notify.connections import connect, tls_context
 from gpuguard.notify.targets import NAME, USERS, Email, Undeliverable, Undelivered
 from gpuguard.notify.templates import Message
 
@@ -102,24 +101,26 @@ def _send_by_smtp(target: Email, mail: EmailMessage, sender: str, recipients: li
     return sentence("notify.refused", "the mail server refuses {addresses}", addresses=addresses) if refused else None
 
 
+class _Smtp(smtplib.SMTP):
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        return connect((host, port), timeout)
+
+
+class _EncryptedSmtp(smtplib.SMTP_SSL, _Smtp):
+    pass
+
+
 def _connected(target: Email) -> smtplib.SMTP:
-    port, limits = target.port or _PORTS[target.security], ConnectionLimits(target.timeout)
-
-    class PlainSmtp(smtplib.SMTP):
-        def _get_socket(self, host: str, port: int, _: float) -> socket.socket:
-            return connect(host, port, limits)
-
-    class EncryptedSmtp(smtplib.SMTP_SSL, PlainSmtp):
-        pass
-
-    if target.security == "none":
-        return PlainSmtp(target.server, port, timeout=target.timeout)
-    context = limit_tls(ssl.create_default_context(cafile=target.ca_file or None), limits)
+    port = target.port or _PORTS[target.security]
     if target.security == "tls":
-        return EncryptedSmtp(target.server, port, timeout=target.timeout, context=context)
-    server = PlainSmtp(target.server, port, timeout=target.timeout)
+        context = tls_context(target.ca_file, target.timeout)
+        return _EncryptedSmtp(target.server, port, timeout=target.timeout, context=context)
+    server = _Smtp(target.server, port, timeout=target.timeout)
+    if target.security == "none":
+        return server
     try:
-        server.starttls(context=context)  # raises if the server has no TLS, so that nothing goes out in clear text
+        # Raises if the server has no TLS, so that nothing goes out in clear text.
+        server.starttls(context=tls_context(target.ca_file, target.timeout))
     except (OSError, ValueError):
         server.close()
         raise

@@ -7,7 +7,6 @@ The object has "schema", "subject", "text" (the body; many chat programs look fo
 from __future__ import annotations
 
 import json
-import ssl
 import urllib.error
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from gpuguard.locale.messages import sentence
-from gpuguard.notify.connections import ConnectionLimits, connect, limit_tls
+from gpuguard.notify.connections import connect, tls_context
 from gpuguard.notify.targets import LOOPBACK, Undelivered, Webhook, url_fault
 from gpuguard.notify.templates import Message
 
@@ -27,27 +26,28 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-class _LimitedHandler(HTTPHandler, HTTPSHandler):
-    """Opens both kinds of connections, within *limits*."""
+class _BoundedHandler(HTTPHandler, HTTPSHandler):
+    """Opens both kinds of connections, with bounds."""
 
-    def __init__(self, limits: ConnectionLimits, ca_file: str) -> None:
+    def __init__(self, timeout: float, ca_file: str) -> None:
         super().__init__()
-        self._limits, self._ca_file = limits, ca_file
+        self._timeout, self._ca_file = timeout, ca_file
 
     def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(self._limited(HTTPConnection), request)
+        return self.do_open(_bounded(HTTPConnection), request)
 
     def https_open(self, request: Request) -> HTTPResponse:
-        context = limit_tls(ssl.create_default_context(cafile=self._ca_file or None), self._limits)
-        return self.do_open(self._limited(HTTPSConnection), request, context=context)
+        context = tls_context(self._ca_file, self._timeout)
+        return self.do_open(_bounded(HTTPSConnection), request, context=context)
 
-    def _limited(self, kind: Any) -> Any:
-        def make(*where: Any, **how: Any) -> HTTPConnection:
-            connection: Any = kind(*where, **how)
-            connection._create_connection = lambda address, *_: connect(address[0], address[1], self._limits)
-            return connection  # type: ignore[no-any-return]
 
-        return make
+def _bounded(kind: Any) -> Any:
+    def make(*where: Any, **how: Any) -> HTTPConnection:
+        connection: Any = kind(*where, **how)
+        connection._create_connection = connect
+        return connection  # type: ignore[no-any-return]
+
+    return make
 
 
 def post(url: str, body: bytes, headers: dict[str, str], timeout: float, ca_file: str = "") -> HTTPResponse:
@@ -58,7 +58,7 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float, ca_file
         OSError, http.client.HTTPException, ValueError: there is no answer, or it is nonsense.
     """
     proxy = ProxyHandler({} if urlsplit(url).hostname in LOOPBACK else None)
-    opener = build_opener(proxy, _LimitedHandler(ConnectionLimits(timeout), ca_file), _NoRedirects())
+    opener = build_opener(proxy, _BoundedHandler(timeout, ca_file), _NoRedirects())
     answer: HTTPResponse = opener.open(Request(url, data=body, headers=headers, method="POST"), timeout=timeout)
     return answer
 
