@@ -57,7 +57,7 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
         if not view.compute_only or may_compute(running.process, use.device)
     )
     rows = [row for row in (_row(scene, places) for places in together.values()) if _wanted(row, view)]
-    return sorted(rows, key=_key(view), reverse=view.reverse)
+    return sorted(rows, key=lambda row: _sort_key(row, view), reverse=view.reverse)
 
 
 def chosen_row(scene: Scene, view: ScreenView) -> ProcessRow | None:
@@ -111,22 +111,17 @@ def _wanted(row: ProcessRow, view: ScreenView) -> bool:
     return True
 
 
-def _key(view: ScreenView) -> Callable[[ProcessRow], tuple[object, ...]]:
-    """Return the sort key: numbers go from the largest down, as people look for them, and unknown ones come last."""
+def _sort_key(row: ProcessRow, view: ScreenView) -> tuple[object, ...]:
+    """Return what *row* is sorted by: numbers from the largest down, as people look for them, unknown ones last."""
     if view.sort in ("memory", "sm", "cpu", "host", "time"):
-
-        def by_number(row: ProcessRow) -> tuple[object, ...]:
-            value = row.seconds if view.sort == "time" else getattr(row.now, view.sort)
-            unknown = value is None
-            return (unknown != view.reverse, 0.0 if value is None else -value, row.pid)
-
-        return by_number
-    words: dict[str, Callable[[ProcessRow], tuple[object, ...]]] = {
-        "pid": lambda row: (row.pid,),
-        "user": lambda row: (row.user is None, row.user or "", _position(row), row.pid),
-        "command": lambda row: (row.command, row.pid),
+        value = row.seconds if view.sort == "time" else getattr(row.now, view.sort)
+        return (value is None) != view.reverse, 0.0 if value is None else -value, row.pid
+    by_words: dict[str, tuple[object, ...]] = {
+        "pid": (row.pid,),
+        "user": (row.user is None, row.user or "", _position(row), row.pid),
+        "command": (row.command, row.pid),
     }
-    return words.get(view.sort, lambda row: (_position(row), row.pid))
+    return by_words.get(view.sort, (_position(row), row.pid))
 
 
 def _position(row: ProcessRow) -> tuple[float, ...]:
