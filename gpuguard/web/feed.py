@@ -410,20 +410,22 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
     devices = []
     for device in content["devices"]:
         name = f"GPU {device['index']}"
-        what = sentence("web.claims", "{gpu}: claims", gpu=name)
-        claims = _some(device["claims"], MAX_CLAIMS, what, left_out)
+        claims = _some(device["claims"], MAX_CLAIMS, sentence("web.claims", "{gpu}: claims", gpu=name), left_out)
         processes = device["processes"]
         if processes is not None:
             what = sentence("web.processes", "{gpu}: processes", gpu=name)
             processes = _some(processes, MAX_PROCESSES, what, left_out)
         devices.append({**device, "claims": claims, "processes": processes})
-    positions = _some(content["line"], MAX_POSITIONS, sentence("web.queue", "the queue"), left_out)
-    jobs_shown = _some(content["jobs"], MAX_JOBS, sentence("web.jobs", "jobs"), left_out)
-    users = _some(content["users"], 1, sentence("web.users", "users"), left_out)
-    unknown = [*left_out, *content["unknown"]]
+    lists = {
+        part: _some(content[part], most, what, left_out)
+        for part, most, what in (
+            ("line", MAX_POSITIONS, sentence("web.queue", "the queue")),
+            ("jobs", MAX_JOBS, sentence("web.jobs", "jobs")),
+            ("users", 1, sentence("web.users", "users")),
+        )
+    }
     events = [{name: _cut(value) for name, value in event.items()} for event in content["events"]]
-    lists = {"devices": devices, "users": users, "line": positions, "jobs": jobs_shown}
-    return {**content, **lists, "events": events, "unknown": unknown}
+    return {**content, **lists, "devices": devices, "events": events, "unknown": [*left_out, *content["unknown"]]}
 
 
 def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
