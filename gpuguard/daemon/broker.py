@@ -155,9 +155,7 @@ class Broker:
         since = {position.ticket.id: self._offers.get(position.ticket.id, now) for position in offered}
         refused = [position for position in offered if now - since[position.ticket.id] >= OFFER_SECONDS]
         self._offers = {name: now if now - began >= OFFER_SECONDS else began for name, began in since.items()}
-        events = []
-        for position in refused:
-            events.append(self._set_back(position.ticket, position.devices, gave_back=False))
+        events = [self._set_back(position.ticket, position.devices, gave_back=False) for position in refused]
         return [event for event in events if event]
 
     def _set_back(self, ticket: Ticket, devices: tuple[str, ...], *, gave_back: bool) -> Event | None:
@@ -189,8 +187,7 @@ class Broker:
         """Return which locks are held, and to whom they were given."""
         with Gate(self._directory):
             held = grant_of(self._directory, names_of(self._directory))
-        rows = {name: grant and list(vars(grant).values()) for name, grant in held.items()}
-        return {"held": rows}
+        return {"held": {name: grant and list(vars(grant).values()) for name, grant in held.items()}}
 
     def claim(self, uid: int, message: Mapping[str, Any]) -> Reply:
         """Return the locks of all devices that *uid* requests, or why they are refused.

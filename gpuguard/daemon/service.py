@@ -498,7 +498,6 @@ class Daemon:
                 write_file(daemon_files(self._directory).file(last_good.POLICIES), shown)
         except OSError as error:
             self._report(f"policies and desktop_memory cannot be published, so both stay as they were: {error}")
-        emails = {name: target for name, target in file.notify.items() if isinstance(target, Email)}
         self.watchdog.site_rules = SiteRules(
             policies=file.policies,
             interval=self._settings.intervals(file.interval),
@@ -507,7 +506,9 @@ class Daemon:
             per_hour=file.limits.per_hour,
             longest_keep=file.longest_keep,
             notifier=self._sender,
-            personal=frozenset(name for name, target in emails.items() if target.personal),
+            personal=frozenset(
+                name for name, target in file.notify.items() if isinstance(target, Email) and target.personal
+            ),
             language=next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH,
             templates=templates,
         )
