@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpuguard import model
@@ -49,7 +50,9 @@ class Field:
         return f"{text} {self.unit}" if units and self.unit else text
 
 
-def _attribute(of: str, name: str, convert: Callable[[Any], Value]) -> Callable[[QuerySubject], Value]:
+def _attribute(
+    of: str, name: str, convert: Callable[[Any], Value] = lambda value: value
+) -> Callable[[QuerySubject], Value]:
     """Return a reader of a field of the subject's device or process, through *convert*; unknown stays unknown."""
 
     def value(subject: QuerySubject) -> Value:
@@ -59,12 +62,7 @@ def _attribute(of: str, name: str, convert: Callable[[Any], Value]) -> Callable[
     return value
 
 
-def _device(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
-    return _attribute("device", name, convert)
-
-
-def _process(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[QuerySubject], Value]:
-    return _attribute("process", name, convert)
+_device, _process = partial(_attribute, "device"), partial(_attribute, "process")
 
 
 def _in_mebibytes(amount: int) -> Value:
