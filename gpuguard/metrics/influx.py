@@ -116,18 +116,20 @@ class InfluxClient:
 
 def _check(url: str, token: str | None) -> None:
     advice = "write it like http://127.0.0.1:8086/write?db=gpuguard"
+    no_address = f"{url!r} is no address: {advice}."
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
-        raise InvalidRequest(f"--influx: {url!r} is no address: {advice}.") from None
-    if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
-        raise InvalidRequest(f"--influx: {url!r} is no address: {advice}.")
-    if parts.path in ("", "/"):
-        raise InvalidRequest(f"--influx: the address must say which database: {advice}.")
-    if parts.username is not None:
-        raise InvalidRequest("--influx: a password does not belong into an address: see --token-file.")
-    if token is not None and (not token.isascii() or not token.isprintable()):
-        raise InvalidRequest("--influx: the token is more than one line of ASCII.")
-    if token and parts.scheme == "http" and host not in LOOPBACK:
-        raise InvalidRequest("--influx: http:// would send the token in clear text: use https://.")
+        raise InvalidRequest(f"--influx: {no_address}") from None
+    is_address = parts.scheme in ("http", "https") and host and url.isascii() and url.isprintable() and " " not in url
+    for is_fault, fault in (
+        (not is_address, no_address),
+        (parts.path in ("", "/"), f"the address must say which database: {advice}."),
+        (parts.username is not None, "a password does not belong into an address: see --token-file."),
+        (token and not (token.isascii() and token.isprintable()), "the token is more than one line of ASCII."),
+        (token and parts.scheme == "http" and host not in LOOPBACK,
+         "http:// would send the token in clear text: use https://."),
+    ):  # fmt: skip
+        if is_fault:
+            raise InvalidRequest(f"--influx: {fault}")
