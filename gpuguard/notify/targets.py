@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.files import closed_after
-from gpuguard.locale import _, translated
+from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import sentence
 from gpuguard.units import parse_duration
 
@@ -134,24 +134,22 @@ class Email:
                 raise InvalidRequest(
                     _("{address!r} is not an address: write it like ops@example.org.").format(address=address)
                 )
-        if self.from_ and not _ADDRESS.fullmatch(self.from_):
-            raise InvalidRequest(
-                _("{address!r} is not an address: write it like gpuguard@example.org.").format(address=self.from_)
-            )
-        if bool(self.user) != (self.password is not None):
-            raise InvalidRequest(_("user and password go together: add the other one."))
-        if self.password and not self.server:
-            raise InvalidRequest(_("a password needs a server: add server: smtp.example.org."))
-        if self.password and self.security == "none" and self.server not in LOOPBACK:
-            raise InvalidRequest(_("a password would go out in clear text: use security: starttls."))
-        if not self.server and not self.sendmail.startswith("/"):
-            raise InvalidRequest(
-                _("the sendmail program needs a path that starts with /, not {sendmail!r}.").format(
-                    sendmail=self.sendmail
-                )
-            )
-        if not 0 <= self.port <= 65535:
-            raise InvalidRequest(_("{port} is not a port: write 1 to 65535.").format(port=self.port))
+        for is_fault, fault in (
+            (self.from_ and not _ADDRESS.fullmatch(self.from_),
+             N_("{address!r} is not an address: write it like gpuguard@example.org.")),
+            (bool(self.user) != (self.password is not None),
+             N_("user and password go together: add the other one.")),
+            (self.password and not self.server,
+             N_("a password needs a server: add server: smtp.example.org.")),
+            (self.password and self.security == "none" and self.server not in LOOPBACK,
+             N_("a password would go out in clear text: use security: starttls.")),
+            (not self.server and not self.sendmail.startswith("/"),
+             N_("the sendmail program needs a path that starts with /, not {sendmail!r}.")),
+            (not 0 <= self.port <= 65535,
+             N_("{port} is not a port: write 1 to 65535.")),
+        ):  # fmt: skip
+            if is_fault:
+                raise InvalidRequest(_(fault).format(address=self.from_, **vars(self)))
 
     @property
     def addresses(self) -> tuple[str, ...]:
