@@ -1,7 +1,7 @@
 """The checks of `gpuguard doctor`: facts about a machine -> what is wrong and what to do.
 
-Each check is a function and a row of CHECKS; None means that it does not apply here.  The facts come in as an argument,
-so this file reads nothing.
+Each check is a function, a table of cases and a row of CHECKS; None means that it does not apply here.  The facts come
+in as an argument, so this file reads nothing.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Check:
 
 
 Finding = tuple[str, str, str | None]  # status, found, advice
+Case = tuple[object, str, str, str | None]  # whether it is so; then as a Finding, with {names} of facts
 
 
 def checks(facts: DoctorFacts) -> tuple[Check, ...]:
@@ -129,6 +130,16 @@ def worst(found: Sequence[Check]) -> str:
     return max((check.status for check in found), key=(OK, WARNING, FAULT).index, default=OK)
 
 
+def _first(facts: DoctorFacts, *cases: Case, **more: object) -> Finding | None:
+    """Return the finding of the first case that is so, with the names of *facts* and of *more* filled in."""
+    known = vars(facts) | more
+    values = {name: translated(value) if isinstance(value, str) else value for name, value in known.items()}
+    for is_so, status, found, advice in cases:
+        if is_so:
+            return status, found.format(**values), advice and advice.format(**values)
+    return None
+
+
 def _kernel_driver(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
     module = " ".join(filter(None, (", ".join(driver.modules), driver.version)))
     found = ", ".join(filter(None, (module, driver.toolkit)))
@@ -138,38 +149,42 @@ def _kernel_driver(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
 def _device_nodes(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
     if not driver.nodes and driver.vendor.may_lack_nodes:
         return None
-    title, closed = driver.vendor.title, [path for path, is_open in driver.nodes.items() if not is_open]
-    if driver.nodes and not closed:
-        return OK, _("{vendor}: you may open {nodes}").format(vendor=title, nodes=", ".join(driver.nodes)), None
     if facts.container:
-        advice = _("Start the container with {options}.").format(options=driver.vendor.container_options)
+        advice = _("Start the container with {options}.")
     elif driver.groups:
-        advice = _("`sudo usermod -aG {groups} $USER`, then log in again.").format(groups=",".join(driver.groups))
+        advice = _("`sudo usermod -aG {groups} $USER`, then log in again.")
     else:
-        advice = _("`ls -l /dev` shows who may; `{dmesg}` may say why they are not there.").format(
-            dmesg=_kernel_log([driver.vendor])
-        )
-    if not driver.nodes:
-        return FAULT, _("{vendor}: there is no device node").format(vendor=title), advice
-    found = _("{vendor}: you may not open {nodes}").format(vendor=title, nodes=", ".join(closed))
+        advice = _("`ls -l /dev` shows who may; `{dmesg}` may say why they are not there.")
+    closed = [path for path, is_open in driver.nodes.items() if not is_open]
     # A site may give a user some of the GPUs.
     usable = driver.nodes.get(driver.vendor.control_node, True) and len(closed) < len(driver.nodes)
-    return (WARNING if usable else FAULT), found, advice
+    return _first(
+        facts,
+        (driver.nodes and not closed, OK, _("{vendor}: you may open {nodes}"), None),
+        (not driver.nodes, FAULT, _("{vendor}: there is no device node"), advice),
+        (closed, WARNING if usable else FAULT, _("{vendor}: you may not open {nodes}"), advice),
+        vendor=driver.vendor.title,
+        nodes=", ".join(closed or driver.nodes),
+        options=driver.vendor.container_options,
+        groups=",".join(driver.groups),
+        dmesg=_kernel_log([driver.vendor]),
+    )
 
 
 def _untried(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
-    if driver.vendor.tried:
-        return None
-    found = _("{vendor}: gpuguard was not tried on such GPUs yet, only on files that describe them")
-    advice = _("Compare `gpuguard who` with `{tool}` before you rely on it, and report what differs.")
-    return WARNING, found.format(vendor=driver.vendor.title), advice.format(tool=driver.vendor.tool)
+    return _first(
+        facts,
+        (not driver.vendor.tried, WARNING,
+         _("{vendor}: gpuguard was not tried on such GPUs yet, only on files that describe them"),
+         _("Compare `gpuguard who` with `{tool}` before you rely on it, and report what differs.")),
+        vendor=driver.vendor.title,
+        tool=driver.vendor.tool,
+    )  # fmt: skip
 
 
 def _memory_by_cgroup(facts: DoctorFacts, driver: DriverFacts) -> Finding | None:
-    if not driver.counted:
-        return None
     found = _("{vendor}: the kernel counts it (dmem), and can keep shares; gpuguard was not tried on such a kernel yet")
-    return OK, found.format(vendor=driver.vendor.title), None
+    return _first(facts, (driver.counted, OK, found, None), vendor=driver.vendor.title)
 
 
 def _kernel_log(vendors: Iterable[Vendor]) -> str:
@@ -184,55 +199,48 @@ def _reads_nvml(facts: DoctorFacts) -> bool:
 def _library(facts: DoctorFacts) -> Finding | None:
     if not _reads_nvml(facts):
         return None  # the library is not needed
-    if facts.library_error is None:
-        return OK, _("libnvidia-ml.so.1 loads"), None
-    if not facts.glibc:
-        found, _end, advice = translated(NEEDS_GLIBC).partition("\n")
-        return FAULT, found, advice
-    if facts.nvidia:
-        inside = _(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else ""
-        return (
-            FAULT,
-            facts.library_error,
-            _(
-                "Install the driver's user space of the same version, or start{inside} again.  Until then "
-                "`--backend smi` may work: it asks the program nvidia-smi."
-            ).format(inside=inside),
-        )
-    return FAULT, _("libnvidia-ml.so.1 is not installed"), None
+    no_glibc, _end, no_glibc_advice = translated(NEEDS_GLIBC).partition("\n")
+    return _first(
+        facts,
+        (facts.library_error is None, OK, _("libnvidia-ml.so.1 loads"), None),
+        (not facts.glibc, FAULT, "{no_glibc}", "{no_glibc_advice}"),
+        (facts.nvidia, FAULT, "{library_error}",
+         _("Install the driver's user space of the same version, or start{inside} again.  Until then "
+           "`--backend smi` may work: it asks the program nvidia-smi.")),
+        (True, FAULT, _("libnvidia-ml.so.1 is not installed"), None),
+        no_glibc=no_glibc,
+        no_glibc_advice=no_glibc_advice,
+        inside=_(" with --gpus all (NVIDIA Container Toolkit)") if facts.container else "",
+    )  # fmt: skip
 
 
-def _driver(facts: DoctorFacts) -> Finding:
+def _driver(facts: DoctorFacts) -> Finding | None:
     if facts.error is None and facts.snapshot:
         unread = [gap for gap in facts.snapshot.gaps if gap.device is None and gap.field.endswith("devices")]
-        if unread:  # another vendor's were read
-            return FAULT, "; ".join(f"{gap.field}: {translated(gap.reason)}" for gap in unread), None
-        seconds = (
-            ""
-            if facts.answer_seconds is None
-            else _(", answers in {answer_seconds:.2f} s").format(answer_seconds=facts.answer_seconds)
+        seconds = "" if facts.answer_seconds is None else _(", answers in {answer_seconds:.2f} s")
+        return _first(
+            facts,
+            (unread, FAULT, "{unread}", None),  # another vendor's were read
+            (facts.simulated, OK, _("simulated node: no driver is needed"), None),
+            (facts.recorded, OK, _("a file of another time: no driver is needed"), None),
+            (True, OK, _("driver {driver_version}{seconds}"), None),
+            unread="; ".join(f"{gap.field}: {translated(gap.reason)}" for gap in unread),
+            driver_version=facts.snapshot.driver_version or _("of unknown version"),
+            seconds=seconds.format(answer_seconds=facts.answer_seconds),
         )
-        if facts.simulated:
-            return OK, _("simulated node: no driver is needed"), None
-        if facts.recorded:
-            return OK, _("a file of another time: no driver is needed"), None
-        return (
-            OK,
-            _("driver {driver_version}{seconds}").format(
-                driver_version=facts.snapshot.driver_version or _("of unknown version"), seconds=seconds
-            ),
-            None,
-        )
-    if isinstance(facts.error, DriverNotFound) and not facts.drivers:
-        if facts.container and facts.glibc:
-            start = _("Start the container with {options}.").format(options=NVIDIA.container_options)
-            return FAULT, _("this container sees no GPU"), f"{start}  {_(_SIMULATE)}"
-        return FAULT, _("this machine has no driver of a GPU that gpuguard knows, and perhaps no GPU"), _(_SIMULATE)
-    advice = None
-    if isinstance(facts.error, DriverUnresponsive):
-        command = _kernel_log([driver.vendor for driver in facts.drivers] or [NVIDIA])
-        advice = _("`{dmesg}` may say why.").format(dmesg=command)
-    return FAULT, translated(str(facts.error)), advice
+    is_missing = isinstance(facts.error, DriverNotFound) and not facts.drivers
+    start = _("Start the container with {options}.") + "  " + _(_SIMULATE)
+    return _first(
+        facts,
+        (is_missing and facts.container and facts.glibc, FAULT, _("this container sees no GPU"), start),
+        (is_missing, FAULT, _("this machine has no driver of a GPU that gpuguard knows, and perhaps no GPU"),
+         _(_SIMULATE)),
+        (isinstance(facts.error, DriverUnresponsive), FAULT, "{error}", _("`{dmesg}` may say why.")),
+        (True, FAULT, "{error}", None),
+        error=str(facts.error),
+        options=NVIDIA.container_options,
+        dmesg=_kernel_log([driver.vendor for driver in facts.drivers] or [NVIDIA]),
+    )  # fmt: skip
 
 
 def _versions(facts: DoctorFacts) -> Finding | None:
@@ -252,323 +260,282 @@ def _versions(facts: DoctorFacts) -> Finding | None:
     module = facts.nvidia.version if facts.nvidia else None
     if library is None or module is None:
         return None
-    if library != module:
-        return (
-            WARNING,
-            _("library {library}, kernel module {kernel_version}").format(library=library, kernel_version=module),
-            _("Reboot when the machine is free."),
-        )
-    return OK, _("library and kernel module are both {library}").format(library=library), None
+    return _first(
+        facts,
+        (library == module, OK, _("library and kernel module are both {library}"), None),
+        (True, WARNING, _("library {library}, kernel module {kernel_version}"), _("Reboot when the machine is free.")),
+        library=library,
+        kernel_version=module,
+    )  # fmt: skip
 
 
 def _devices(facts: DoctorFacts) -> Finding | None:
     if facts.snapshot is None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
-    if not whole:
-        vendors = [driver.vendor for driver in facts.drivers] or [NVIDIA]
-        return FAULT, _("the driver lists no GPU"), _("See `lspci` and `{dmesg}`.").format(dmesg=_kernel_log(vendors))
-    if ill := [device for device in whole if device.problems]:
-        problems = [
-            _("GPU {index}: {problems}").format(
-                index=device.index, problems=", ".join(map(translated, device.problems or ()))
-            )
-            for device in ill
-        ]
-        of_ill = {device.vendor: vendor_of(device) for device in ill}
-        advice = _("Jobs get the other GPUs.  See `{dmesg}`.  Reboot when these may end.").format(
-            dmesg=_kernel_log(of_ill.values())
+    ill = [device for device in whole if device.problems]
+    problems = [
+        _("GPU {index}: {problems}").format(
+            index=device.index, problems=", ".join(map(translated, device.problems or ()))
         )
-        if list(of_ill) == [NVIDIA.name]:
-            advice = _(
-                "Jobs get the other GPUs.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
-                "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
-                "stop gpuguard`."
-            )
-        return (
-            FAULT,
-            _("{count} of {whole} unhealthy: {problems}").format(
-                count=len(ill), whole=len(whole), problems="; ".join(problems)
-            ),
-            advice,
-        )
+        for device in ill
+    ]
+    of_ill = {device.vendor: vendor_of(device) for device in ill}
     parts = grouped((device.vendor, device) for device in facts.snapshot.devices if device.parent_uuid)
     instances = ", ".join(translated(instances_title(len(own), own[0])) for own in parts.values())
-    healthy = _("{whole} healthy, and {instances}") if instances else _("{whole} healthy")
-    return OK, healthy.format(whole=len(whole), instances=instances), None
+    unhealthy = _("{count} of {whole} unhealthy: {problems}")
+    return _first(
+        facts,
+        (not whole, FAULT, _("the driver lists no GPU"), _("See `lspci` and `{dmesg}`.")),
+        (list(of_ill) == [NVIDIA.name], FAULT, unhealthy,
+         _("Jobs get the other GPUs.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i "
+           "INDEX` once no process has it open (`sudo fuser -v /dev/nvidia*`), so after `sudo systemctl "
+           "stop gpuguard`.")),
+        (ill, FAULT, unhealthy, _("Jobs get the other GPUs.  See `{dmesg}`.  Reboot when these may end.")),
+        (instances, OK, _("{whole} healthy, and {instances}"), None),
+        (True, OK, _("{whole} healthy"), None),
+        count=len(ill),
+        whole=len(whole),
+        problems="; ".join(problems),
+        instances=instances,
+        dmesg=_kernel_log([*of_ill.values()] or [driver.vendor for driver in facts.drivers] or [NVIDIA]),
+    )  # fmt: skip
 
 
 def _processes(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
-    if not devices:
-        return None
     silent = [device for device in devices if device.processes is None and not device.problems]
-    if blind := [device for device in silent if device.memory_used is None]:
-        found = _("neither a process list nor the memory in use of GPU {indices}: nothing says that it is free").format(
-            indices=_indices(blind)
-        )
-        return FAULT, found, _("No job gets such a GPU.  A newer driver may tell one of them.")
-    if silent:
-        found = _("no process list of GPU {indices}").format(indices=_indices(silent))
-        return WARNING, found, _("gpuguard goes by memory in use instead: give it exact names with a newer driver.")
-    if odd := [device for device in devices if not device.processes_plausible]:
-        advice = None
-        if any(device.vendor == NVIDIA.name for device in odd):
-            advice = _("nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`.")
-        if not facts.first_pid_namespace:
-            advice = _("These are pids of the host.  Start the container with --pid=host to see whose they are.")
-        return WARNING, _("the process list of GPU {indices} makes no sense").format(indices=_indices(odd)), advice
-    return OK, _("the driver lists the processes of every GPU"), None
+    blind = [device for device in silent if device.memory_used is None]
+    odd = [device for device in devices if not device.processes_plausible]
+    senseless = _("the process list of GPU {indices} makes no sense")
+    return _first(
+        facts,
+        (blind, FAULT,
+         _("neither a process list nor the memory in use of GPU {indices}: nothing says that it is free"),
+         _("No job gets such a GPU.  A newer driver may tell one of them.")),
+        (silent, WARNING, _("no process list of GPU {indices}"),
+         _("gpuguard goes by memory in use instead: give it exact names with a newer driver.")),
+        (odd and not facts.first_pid_namespace, WARNING, senseless,
+         _("These are pids of the host.  Start the container with --pid=host to see whose they are.")),
+        (any(device.vendor == NVIDIA.name for device in odd), WARNING, senseless,
+         _("nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`.")),
+        (odd, WARNING, senseless, None),
+        (devices, OK, _("the driver lists the processes of every GPU"), None),
+        indices=_indices(blind or silent or odd),
+    )  # fmt: skip
 
 
 def _persistence(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     whole = [device for device in devices if not device.parent_uuid and device.vendor == NVIDIA.name]
     modes = [device.persistence_mode for device in whole]
-    if facts.simulated or not modes or all(mode is None for mode in modes):
+    if facts.simulated or all(mode is None for mode in modes):
         return None
-    if False in modes:
-        advice = _(
-            "The first use of an idle GPU then takes seconds.  `sudo systemctl enable --now "
-            "nvidia-persistenced` changes that, and `sudo nvidia-smi -pm 1` until the next boot."
-        )
-        return (
-            WARNING,
-            _("off on {count} of {modes} GPUs").format(count=modes.count(False), modes=len(modes)),
-            advice,
-        )
-    return OK, "on", None
+    return _first(
+        facts,
+        (False in modes, WARNING, _("off on {count} of {modes} GPUs"),
+         _("The first use of an idle GPU then takes seconds.  `sudo systemctl enable --now "
+           "nvidia-persistenced` changes that, and `sudo nvidia-smi -pm 1` until the next boot.")),
+        (True, OK, "on", None),
+        count=modes.count(False),
+        modes=len(modes),
+    )  # fmt: skip
 
 
 def _lock_directory(facts: DoctorFacts) -> Finding | None:
     if facts.recorded:
         return None
-    if facts.lock_error:
-        return FAULT, translated(facts.lock_error), None
-    if facts.lock_missing:
-        advice = _("The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR.")
-        return (
-            WARNING,
-            _("{lock_path} is not there yet: nothing is claimed in it").format(lock_path=facts.lock_path),
-            advice,
-        )
-    if facts.broker_error:
-        found = _("the daemon alone gives the locks in {lock_path}, and gives none: {broker_error}").format(
-            lock_path=facts.lock_path, broker_error=translated(facts.broker_error)
-        )
-        return FAULT, found, _("`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`.")
-    if facts.keeper is not None:
-        return (
-            OK,
-            _("{lock_path}, root's; the daemon alone gives the locks, to all users").format(lock_path=facts.lock_path),
-            None,
-        )
-    if facts.lock_faults:
-        found = _("{count} cannot be claimed by you: {lock_faults}").format(
-            count=format_count(len(facts.lock_faults), "GPU"), lock_faults=translated(facts.lock_faults[0])
-        )
-        return FAULT, found, None
-    if facts.simulated:
-        return OK, _("{lock_path}, beside the simulated node").format(lock_path=facts.lock_path), None
-    if facts.lock_owner == 0:
-        return OK, _("{lock_path}, root's, for all users").format(lock_path=facts.lock_path), None
-    if facts.lock_owner is not None:
-        advice = _(
-            "Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users."
-        )
-        return (
-            WARNING,
-            _("{lock_path}, of uid {lock_owner} alone").format(lock_path=facts.lock_path, lock_owner=facts.lock_owner),
-            advice,
-        )
-    advice = _("Claims work.  `sudo gpuguard setup` makes /run/gpuguard, whose lock files only root could tamper with.")
-    return WARNING, _("{lock_path}, files of all users in a sticky directory").format(lock_path=facts.lock_path), advice
+    return _first(
+        facts,
+        (facts.lock_error, FAULT, "{lock_error}", None),
+        (facts.lock_missing, WARNING, _("{lock_path} is not there yet: nothing is claimed in it"),
+         _("The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR.")),
+        (facts.broker_error, FAULT,
+         _("the daemon alone gives the locks in {lock_path}, and gives none: {broker_error}"),
+         _("`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`.")),
+        (facts.keeper is not None, OK, _("{lock_path}, root's; the daemon alone gives the locks, to all users"), None),
+        (facts.lock_faults, FAULT, _("{count} cannot be claimed by you: {lock_faults}"), None),
+        (facts.simulated, OK, _("{lock_path}, beside the simulated node"), None),
+        (facts.lock_owner == 0, OK, _("{lock_path}, root's, for all users"), None),
+        (facts.lock_owner is not None, WARNING, _("{lock_path}, of uid {lock_owner} alone"),
+         _("Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users.")),
+        (True, WARNING, _("{lock_path}, files of all users in a sticky directory"),
+         _("Claims work.  `sudo gpuguard setup` makes /run/gpuguard, whose lock files only root could tamper with.")),
+        count=format_count(len(facts.lock_faults), "GPU"),
+        lock_faults=next(iter(facts.lock_faults), None),
+    )  # fmt: skip
 
 
 def _room(facts: DoctorFacts) -> Finding | None:
     room = facts.room
-    if room is not None and not room.own and room.used >= 1 and not facts.recorded:
-        found = _("no room for another record in {path}: the file system is full").format(path=room.path)
-        advice = _("Claims hold without a record, no request can wait in the queue: see `df -h {path}`.")
-        return FAULT, found, advice.format(path=room.path)
-    if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
+    if room is None:
         return None
-    if not room.own:
-        found = _("{path} lies on /run, which any user can fill by writing there").format(path=room.path)
-        on = _(", on the host") if facts.container else ""
-        return (
-            WARNING,
-            found,
-            _("`sudo gpuguard setup`{on} gives it a file system of its own at the next boot.").format(on=on),
-        )
-    found = _("{path}, a file system of its own: {in_words}").format(
-        path=room.path, in_words=translated(room.in_words())
-    )
-    if room.used < SCARCE:
-        return OK, found, None
-    if room.who:
-        uid = room.who.uid
-        advice = _(
-            "`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` removes what uid {uid} wrote: "
-            "claims hold without it, requests that wait get a new position in the queue.  `sudo gpuguard deny` keeps "
-            "that user from new claims.  `sudo lsof +L1` shows files without a name, which go when their processes end."
-        ).format(path=room.path, uid=uid)
-    else:
-        advice = _("`sudo ls -l {path}` shows whose files these are; `sudo lsof +L1`, those without a name.").format(
-            path=room.path
-        )
-    return (FAULT if room.used >= 1 else WARNING), found, advice
+    is_for_all = facts.lock_owner == 0 and facts.lock_path == ADMIN_DIRECTORY and not facts.simulated
+    taken = _("{path}, a file system of its own: {in_words}")
+    is_scarce, status = is_for_all and room.used >= SCARCE, FAULT if room.used >= 1 else WARNING
+    return _first(
+        facts,
+        (not room.own and room.used >= 1 and not facts.recorded, FAULT,
+         _("no room for another record in {path}: the file system is full"),
+         _("Claims hold without a record, no request can wait in the queue: see `df -h {path}`.")),
+        (is_for_all and not room.own, WARNING, _("{path} lies on /run, which any user can fill by writing there"),
+         _("`sudo gpuguard setup`{on} gives it a file system of its own at the next boot.")),
+        (is_scarce and room.who, status, taken,
+         _("`sudo find {path} -xdev -mindepth 1 -user {uid} -delete` removes what uid {uid} wrote: claims hold "
+           "without it, requests that wait get a new position in the queue.  `sudo gpuguard deny` keeps that user "
+           "from new claims.  `sudo lsof +L1` shows files without a name, which go when their processes end.")),
+        (is_scarce, status, taken,
+         _("`sudo ls -l {path}` shows whose files these are; `sudo lsof +L1`, those without a name.")),
+        (is_for_all, OK, taken, None),
+        path=room.path,
+        in_words=room.in_words(),
+        on=_(", on the host") if facts.container else "",
+        uid=room.who.uid if room.who else None,
+    )  # fmt: skip
 
 
 def _daemon(facts: DoctorFacts) -> Finding | None:
-    if facts.daemon_silent:
-        found = _("the daemon of {lock_path} does not answer: it hangs, or was killed").format(
-            lock_path=facts.lock_path
-        )
-        return WARNING, found, _("`sudo systemctl restart gpuguard`, or start it as before.  Claims do not need it.")
-    if facts.daemon_unguarded is not None:
-        found = _("the daemon does not guard as its policy file says: {reason}").format(
-            reason=translated(facts.daemon_unguarded)
-        )
-        return FAULT, found, _("`gpuguard policy check FILE` shows each fault, `journalctl -u gpuguard` when it began.")
-    if facts.daemon_trouble is not None:
-        found = _("the daemon does not serve its metrics: {reason}").format(reason=translated(facts.daemon_trouble))
-        return WARNING, found, _("It tries again.  `sudo ss -ltnp` shows which program listens there.")
-    if facts.daemon_fault is None:
-        return None
-    found = _("{daemon_fault}: what the daemon writes there counts for nothing").format(
-        daemon_fault=translated(facts.daemon_fault)
-    )
-    return FAULT, found, _("Remove it, and run `sudo gpuguard setup` again.")
+    return _first(
+        facts,
+        (facts.daemon_silent, WARNING, _("the daemon of {lock_path} does not answer: it hangs, or was killed"),
+         _("`sudo systemctl restart gpuguard`, or start it as before.  Claims do not need it.")),
+        (facts.daemon_unguarded is not None, FAULT, _("the daemon does not guard as its policy file says: {reason}"),
+         _("`gpuguard policy check FILE` shows each fault, `journalctl -u gpuguard` when it began.")),
+        (facts.daemon_trouble is not None, WARNING, _("the daemon does not serve its metrics: {reason}"),
+         _("It tries again.  `sudo ss -ltnp` shows which program listens there.")),
+        (facts.daemon_fault is not None, FAULT, _("{daemon_fault}: what the daemon writes there counts for nothing"),
+         _("Remove it, and run `sudo gpuguard setup` again.")),
+        reason=facts.daemon_trouble if facts.daemon_unguarded is None else facts.daemon_unguarded,
+    )  # fmt: skip
 
 
 def _pauses(facts: DoctorFacts) -> Finding | None:
-    if not facts.left_paused:
-        return None
     found = ngettext(
         "{count} process is paused by a policy, and no daemon runs that would let it go on",
         "{count} processes are paused by policies, and no daemon runs that would let them go on",
         facts.left_paused,
-    ).format(count=facts.left_paused)
-    return FAULT, found, _("Start the daemon, or run `sudo gpuguard resume`; `gpuguard resume --list` shows them.")
+    )
+    advice = _("Start the daemon, or run `sudo gpuguard resume`; `gpuguard resume --list` shows them.")
+    return _first(facts, (facts.left_paused, FAULT, found, advice), count=facts.left_paused)
 
 
 def _audit_log(facts: DoctorFacts) -> Finding | None:
-    if facts.full_log is None:
-        return None
-    found = _("no room for the next line of {full_log}: the file system is full").format(full_log=facts.full_log)
+    found = _("no room for the next line of {full_log}: the file system is full")
     advice = _("The daemon signals no process until there is room: see `df -h`.  Then see `gpuguard events`.")
-    return FAULT, found, advice
+    return _first(facts, (facts.full_log is not None, FAULT, found, advice))
 
 
 def _queue(facts: DoctorFacts) -> Finding | None:
     if facts.line_path is None:
         return None
-    if not facts.line_faults:
-        return OK, _("as {line_path} says").format(line_path=facts.line_path), None
-    found = _("{count}, the first: {line_faults}").format(
-        count=format_count(len(facts.line_faults), "fault"), line_faults=translated(facts.line_faults[0])
-    )
-    if facts.line_last_good:
-        advice = _("Until they are mended the last good {line_path} holds, which the daemon has kept.")
-    else:
-        advice = _("None of {line_path} counts until they are mended: the defaults hold.")
-    return FAULT, found, advice.format(line_path=facts.line_path)
+    found = _("{count}, the first: {line_faults}")
+    return _first(
+        facts,
+        (not facts.line_faults, OK, _("as {line_path} says"), None),
+        (facts.line_last_good, FAULT, found,
+         _("Until they are mended the last good {line_path} holds, which the daemon has kept.")),
+        (True, FAULT, found, _("None of {line_path} counts until they are mended: the defaults hold.")),
+        count=format_count(len(facts.line_faults), "fault"),
+        line_faults=next(iter(facts.line_faults), None),
+    )  # fmt: skip
 
 
 def _file_system(facts: DoctorFacts) -> Finding | None:
-    if facts.lock_error or facts.file_system is None:
-        return None
-    return OK, _("{file_system}: locks are kept by this kernel").format(file_system=facts.file_system), None
+    is_known = facts.file_system is not None and not facts.lock_error
+    return _first(facts, (is_known, OK, _("{file_system}: locks are kept by this kernel"), None))
 
 
 def _pid_namespace(facts: DoctorFacts) -> Finding | None:
-    if facts.first_pid_namespace is None:
-        return None
-    if facts.first_pid_namespace:
-        return OK, _("the machine's own"), None
     advice = _(
         "The driver names the host's pids: `who` cannot say whose they are.  Start the container with --pid=host."
     )
-    return WARNING, _("of a container"), advice
+    return _first(
+        facts,
+        (facts.first_pid_namespace, OK, _("the machine's own"), None),
+        (facts.first_pid_namespace is False, WARNING, _("of a container"), advice),
+    )
 
 
 def _hidepid(facts: DoctorFacts) -> Finding | None:
-    if facts.hidepid in (None, "", "0", "off"):
-        return OK, _("/proc shows the processes of all users"), None
-    if facts.uid == 0:
-        return (
-            OK,
-            _("/proc is mounted with hidepid={hidepid}, which does not concern root").format(hidepid=facts.hidepid),
-            None,
-        )
-    advice = _("Users and commands of others stay unknown to you.  Root sees them: `sudo gpuguard who`.")
-    return WARNING, _("/proc is mounted with hidepid={hidepid}").format(hidepid=facts.hidepid), advice
+    return _first(
+        facts,
+        (facts.hidepid in (None, "", "0", "off"), OK, _("/proc shows the processes of all users"), None),
+        (facts.uid == 0, OK, _("/proc is mounted with hidepid={hidepid}, which does not concern root"), None),
+        (True, WARNING, _("/proc is mounted with hidepid={hidepid}"),
+         _("Users and commands of others stay unknown to you.  Root sees them: `sudo gpuguard who`.")),
+    )  # fmt: skip
 
 
-def _environment(facts: DoctorFacts) -> Finding:
-    if facts.outer and facts.outer[0] == 0:
-        advice = _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")
-        return WARNING, translated(facts.outer[1]), advice
+def _environment(facts: DoctorFacts) -> Finding | None:
     ((order, as_in_smi),) = NVIDIA.numbering.items()
-    if facts.environ.get(order, as_in_smi) != as_in_smi:
-        advice = _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")
-        return WARNING, f"{order}={facts.environ[order]}", advice
-    if facts.outer:
-        return WARNING, translated(facts.outer[1]), _("gpuguard stays inside that.  Unset it to choose among all GPUs.")
+    number, reason = facts.outer or (None, "")
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
-    return OK, names or _("no variable limits the GPUs"), None
+    return _first(
+        facts,
+        (number == 0, WARNING, "{reason}",
+         _("No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs.")),
+        (facts.environ.get(order, as_in_smi) != as_in_smi, WARNING, "{order}={value}",
+         _("`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere GPU 0 may be another than nvidia-smi's.")),
+        (facts.outer, WARNING, "{reason}", _("gpuguard stays inside that.  Unset it to choose among all GPUs.")),
+        (True, OK, "{names}", None),
+        reason=reason,
+        order=order,
+        value=facts.environ.get(order),
+        names=names or _("no variable limits the GPUs"),
+    )  # fmt: skip
 
 
 def _jobs(facts: DoctorFacts) -> Finding | None:
-    if not facts.stalled:
-        return None
-    return WARNING, " ".join(map(stalled_text, facts.stalled)), stalled_advice()
+    jobs = " ".join(map(stalled_text, facts.stalled))
+    return _first(facts, (jobs, WARNING, "{jobs}", stalled_advice()), jobs=jobs)
 
 
 def _logout(facts: DoctorFacts) -> Finding | None:
-    if facts.logout == STAYS:
-        return None
     found = _("this machine ends all processes of a user at logout (KillUserProcesses=yes)")
-    if facts.logout == ENDS:
-        advice = _("`gpuguard submit` is refused until you let yours stay: `loginctl enable-linger`.")
-        return WARNING, found, advice
-    return OK, _("{found}; jobs of `gpuguard submit` stay, because yours linger").format(found=found), None
+    return _first(
+        facts,
+        (facts.logout == ENDS, WARNING, found,
+         _("`gpuguard submit` is refused until you let yours stay: `loginctl enable-linger`.")),
+        (facts.logout != STAYS, OK, _("{found}; jobs of `gpuguard submit` stay, because yours linger"), None),
+        found=found,
+    )  # fmt: skip
 
 
 def _container(facts: DoctorFacts) -> Finding | None:
     if facts.container is None or facts.simulated or facts.recorded:
         return None
-    if (facts.lock_path or "").startswith("/run/gpuguard"):
-        return OK, _("{container}, with the claims of the host").format(container=facts.container), None
-    advice = _(
-        "Claims made in here are not seen outside.  `sudo gpuguard setup` on the host, then start the "
-        "container with -v /run/gpuguard:/run/gpuguard."
-    )
-    return WARNING, _("{container}, without the host's /run/gpuguard").format(container=facts.container), advice
+    is_hosts = (facts.lock_path or "").startswith("/run/gpuguard")
+    return _first(
+        facts,
+        (is_hosts, OK, _("{container}, with the claims of the host"), None),
+        (True, WARNING, _("{container}, without the host's /run/gpuguard"),
+         _("Claims made in here are not seen outside.  `sudo gpuguard setup` on the host, then start the "
+           "container with -v /run/gpuguard:/run/gpuguard.")),
+    )  # fmt: skip
 
 
 def _kernel(facts: DoctorFacts) -> Finding | None:
-    if facts.protected_hardlinks == 0:
-        advice = _("`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d.")
-        return WARNING, _("fs.protected_hardlinks=0: a link to a lock file keeps its GPU from everybody"), advice
-    if facts.protected_regular is None:
-        return None
-    meaning = _("lock files of others are opened, never created anew") if facts.protected_regular else _("off")
-    return OK, f"fs.protected_regular={facts.protected_regular}: {meaning}", None
+    return _first(
+        facts,
+        (facts.protected_hardlinks == 0, WARNING,
+         _("fs.protected_hardlinks=0: a link to a lock file keeps its GPU from everybody"),
+         _("`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d.")),
+        (facts.protected_regular is not None, OK, "fs.protected_regular={protected_regular}: {meaning}", None),
+        meaning=_("lock files of others are opened, never created anew") if facts.protected_regular else _("off"),
+    )  # fmt: skip
 
 
-def _versions_of_python(facts: DoctorFacts) -> Finding:
+def _versions_of_python(facts: DoctorFacts) -> Finding | None:
     packages = ", ".join(f"{name} {version or _('missing')}" for name, version in facts.packages.items())
-    found = f"Python {facts.python}, {packages}"
-    missing = [name for name, version in facts.packages.items() if version is None]
-    if missing and not facts.simulated:
-        return (
-            FAULT,
-            found,
-            _("`pip install {missing}` into the environment of gpuguard.").format(missing=" ".join(missing)),
-        )
-    return OK, found, None
+    missing = " ".join(name for name, version in facts.packages.items() if version is None)
+    found, advice = "Python {python}, {packages}", _("`pip install {missing}` into the environment of gpuguard.")
+    return _first(
+        facts,
+        (missing and not facts.simulated, FAULT, found, advice),
+        (True, OK, found, None),
+        packages=packages,
+        missing=missing,
+    )
 
 
 DRIVER_CHECKS: Mapping[str, Callable[[DoctorFacts, DriverFacts], Finding | None]] = {
