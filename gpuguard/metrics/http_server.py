@@ -261,19 +261,17 @@ class _Handler(BaseHTTPRequestHandler):
             pass
 
     def _answer(self) -> None:
-        if self.command not in ("GET", "HEAD"):
-            self.send_error(405, "only GET and HEAD")
-            return
         hosts = self.headers.get_all("Host") or []
         is_path = self.path.startswith("/") and self.path.isascii() and self.path.isprintable()
-        if self.headers.defects or not is_path:
-            self.send_error(400, "that is no request of HTTP/1.1")
-            return
-        if len(hosts) != 1 or not self._is_ours(host_of(hosts[0].strip())):
-            self.send_error(
-                421, "that host name is not ours; where this is served on purpose, name it when exposing it"
-            )
-            return
+        for is_fault, status, text in (
+            (self.command not in ("GET", "HEAD"), 405, "only GET and HEAD"),
+            (self.headers.defects or not is_path, 400, "that is no request of HTTP/1.1"),
+            (len(hosts) != 1 or not self._is_ours(host_of(hosts[0].strip())),
+             421, "that host name is not ours; where this is served on purpose, name it when exposing it"),
+        ):  # fmt: skip
+            if is_fault:
+                self.send_error(status, text)
+                return
         self.server.expect(self.connection, float("inf"))
         page = self._page()
         self.server.expect(self.connection, self.server.seconds)
