@@ -231,19 +231,19 @@ class RequestGuard:
         await app(scope, receive, guarded)
 
     def _fault(self, scope: Scope) -> tuple[int, str] | None:
-        if scope["method"] not in ("GET", "HEAD"):
-            return 405, "this page only shows: GET\n"
         headers = dict(scope["headers"])
-        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
-            return 400, "a request has no body\n"  # otherwise we would read all that comes
+        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(names) != 1 or host_of(names[0]) not in self._hosts:
-            return 421, "this page is not known by that name: see `gpuguard web --help`, --host\n"
-        if self._token and not self._has_token(scope):
-            return (
-                401,
-                "a token is needed: open the address with ?token=... that `gpuguard web` printed\n",
-            )
+        for is_fault, status, text in (
+            (scope["method"] not in ("GET", "HEAD"), 405, "this page only shows: GET\n"),
+            (has_body, 400, "a request has no body\n"),  # otherwise we would read all that comes
+            (len(names) != 1 or host_of(names[0]) not in self._hosts,
+             421, "this page is not known by that name: see `gpuguard web --help`, --host\n"),
+            (self._token and not self._has_token(scope),
+             401, "a token is needed: open the address with ?token=... that `gpuguard web` printed\n"),
+        ):  # fmt: skip
+            if is_fault:
+                return status, text
         return None
 
     def _has_token(self, scope: Scope) -> bool:
