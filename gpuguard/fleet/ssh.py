@@ -156,7 +156,8 @@ class Pool:
     def _read(self, query: _HostQuery, descriptor: int) -> list[Reply]:
         """Read what is there; return [] unless that ended the query."""
         assert query.process.stderr is not None
-        is_error = descriptor == query.process.stderr.fileno()
+        # Of an answer one byte more than is allowed, which shows that it is too long; of errors the beginning.
+        most = ERR_MOST if descriptor == query.process.stderr.fileno() else OUT_MOST + 1
         try:
             piece = os.read(descriptor, 2**16)
         except BlockingIOError:
@@ -165,10 +166,7 @@ class Pool:
             self._selector.unregister(descriptor)
             return []
         said = query.said[descriptor]
-        if is_error:
-            said += piece[: max(0, ERR_MOST - len(said))]
-        else:
-            said += piece
+        said += piece[: max(0, most - len(said))]
         if len(said) > OUT_MOST:
             return [
                 self._given_up(query, _("it answered with more than {out_most}MiB").format(out_most=OUT_MOST // 2**20))
