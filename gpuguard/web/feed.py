@@ -141,10 +141,8 @@ class FrameFeed:
             self._charts = {key: (drawn, peer) for key, (drawn, peer) in self._charts.items() if not drawn.done()}
             self._new_frame.set()
             self._new_frame = asyncio.Event()
-            pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
-            while time.monotonic() - began < pause:
+            while time.monotonic() - began < (WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS):
                 await asyncio.sleep(0.25 if self.viewers else 1.0)
-                pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
 
     def close(self) -> None:
         """Begin no more work."""
