@@ -148,7 +148,7 @@ class SceneFeed:
         host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         viewer = user_name(os.geteuid())
         if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
-            self._queue = snapshot.clock, self._planned(snapshot), self._jobs(snapshot, viewer)
+            self._queue = snapshot.clock, *self._planned(snapshot, viewer)
         above, meters = _above(stats) if self.tree else {}, host_meters(is_first=not self._samples)
         self._samples += 1
         _planned_at, waiting, jobs = self._queue
@@ -180,24 +180,17 @@ class SceneFeed:
         self._before, self._wanted = now, wanted
         return now
 
-    def _planned(self, snapshot: Snapshot) -> tuple[tuple[Ticket, str], ...]:
-        """Return the tickets in the queue, in order, each with a text that says when it is expected to start."""
+    def _planned(self, snapshot: Snapshot, viewer: str) -> tuple[tuple[tuple[Ticket, str], ...], tuple[PublicJob, ...]]:
+        """Return the tickets in the queue, each with its expected start, and the jobs, those of *viewer* first."""
         try:
             directory = self._find_directory()
+            jobs = tuple(sorted(public_jobs(directory, snapshot.claims), key=lambda job: job.user != viewer))
             if not read_tickets(directory)[0]:
-                return ()
+                return (), jobs
             queue = read_queue(directory, snapshot)
         except (GpuguardError, OSError):
-            return ()  # the claims are missing as well, and the screen says so
-        return tuple((position.ticket, start_text(position, queue)) for position in queue.positions)
-
-    def _jobs(self, snapshot: Snapshot, viewer: str) -> tuple[PublicJob, ...]:
-        """Return the jobs that wait or run, those of *viewer* first."""
-        try:
-            jobs = public_jobs(self._find_directory(), snapshot.claims)
-        except (GpuguardError, OSError):
-            return ()  # the claims are missing as well, and the screen says so
-        return tuple(sorted(jobs, key=lambda job: job.user != viewer))
+            return (), ()  # the claims are missing as well, and the screen says so
+        return tuple((position.ticket, start_text(position, queue)) for position in queue.positions), jobs
 
 
 def host_meters(*, is_first: bool) -> HostMeters:
