@@ -48,21 +48,20 @@ class QueueSettingsFile:
             return
         self._version, self._read_at = version, time.monotonic()
         self.faults = len(site.faults)
-        if not site.faults:
-            try:
-                keep_last_good(self._directory, site)
-            except OSError as error:
-                self._report(f"{site.path} cannot be kept for the time when it has faults: {error}")
-        first = site.faults[0].lines(site.path)[0] if site.faults else ""
         said = ""
-        if first:
+        if site.faults:
             said = nsentence(
                 "faults.first",
                 "{number} fault, the first: {fault}",
                 "{number} faults, the first: {fault}",
                 self.faults,
-                fault=first,
+                fault=site.faults[0].lines(site.path)[0],
             )
+        else:
+            try:
+                keep_last_good(self._directory, site)
+            except OSError as error:
+                self._report(f"{site.path} cannot be kept for the time when it has faults: {error}")
         if said != self._said:
             self._say("refused" if said else "faults mended", said or None)
         self._said = said
