@@ -394,19 +394,15 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
 def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[Subject, Finding]:
     """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
     together: dict[Subject, Finding] = {}
-    reasons: dict[Subject, list[str]] = {}
-    for finding in findings:
-        subject = finding.subject
-        reasons.setdefault(subject, []).append(finding.why)
-        before = together.get(subject)
-        if before is not None:
-            others = (process for process in finding.processes if process not in before.processes)
-            finding = replace(before, why=all_of(reasons[subject]), processes=(*before.processes, *others))
-        together[subject] = finding
-    if policy.message:
-        for subject, finding in together.items():
-            why = sentence("policy.message", "{message} ({why})", message=policy.message, why=finding.why)
-            together[subject] = replace(finding, why=why)
+    for subject, same in grouped((finding.subject, finding) for finding in findings).items():
+        merged = same[0]
+        if len(same) > 1:
+            processes = dict.fromkeys(process for finding in same for process in finding.processes)
+            merged = replace(merged, why=all_of(finding.why for finding in same), processes=tuple(processes))
+        if policy.message:
+            why = sentence("policy.message", "{message} ({why})", message=policy.message, why=merged.why)
+            merged = replace(merged, why=why)
+        together[subject] = merged
     return together
 
 
