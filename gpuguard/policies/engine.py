@@ -499,8 +499,7 @@ def _is_spared(process: GpuProcess, policy: Policy, index: SampleIndex, memory: 
 
 def _rests(state: EscalationState, policy: Policy, index: SampleIndex) -> bool:
     """Return whether the processes that *policy* has paused stay paused although its condition is over."""
-    places = [index.processes.get((row.pid, row.start_time or -1.0), {}) for row in state.processes]
-    devices = {uuid for place in places for uuid in place}
+    devices = {uuid for row in state.processes for uuid in index.processes.get((row.pid, row.start_time or -1.0), ())}
     until = policy.until
     return (
         until is not None
@@ -770,9 +769,11 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
     clock, hits = index.clock, {id(step): _hit(step, index) for step in due if step.step.action in COUNTED}
     awaited = [effect.hit for effect in memory.effects.values()]
     jobs = jobs_of(frozenset[JobMember]().union(*(hit.victims for hit in (*hits.values(), *awaited))))
-    for key, effect in list(memory.effects.items()):
-        if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
-            del memory.effects[key]
+    memory.effects = {
+        key: effect
+        for key, effect in memory.effects.items()
+        if 0 <= clock - effect.at < EFFECT_SECONDS and not _is_seen(effect, key[1], index)
+    }
     # By policy: of steps that are taken now, or have not shown their effect yet.
     at_once = grouped([(effect.policy, effect.hit) for effect in memory.effects.values()])
     held, notes = _breaker(due, hits)
@@ -799,8 +800,9 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 first = memory.effects.get((step.policy.enforce, uuid))
                 gone = victims | first.victims if first else victims  # these belong to the same job: see _obstacle()
                 below = _memory_without(index.devices[uuid], gone)
-                effect = Effect(name, step.finding.subject, clock, gone, claim, below, hit)
-                memory.effects[step.policy.enforce, uuid] = effect
+                memory.effects[step.policy.enforce, uuid] = Effect(
+                    name, step.finding.subject, clock, gone, claim, below, hit
+                )
         allowed.append(step)
     return allowed, notes
 
@@ -960,15 +962,10 @@ def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
 
 def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> float | None:
     """Return the bytes in use on *device* once the memory of *victims* is free, or None if that is unknown."""
-    if device.memory_used is None:
+    theirs = [row.memory_used for row in device.processes or () if (row.pid, row.start_time) in victims]
+    if device.memory_used is None or None in theirs:
         return None
-    left = float(device.memory_used + MEMORY_SLACK)
-    for process in device.processes or ():
-        if (process.pid, process.start_time) in victims:
-            if process.memory_used is None:
-                return None
-            left -= process.memory_used
-    return left
+    return float(device.memory_used + MEMORY_SLACK - sum(memory for memory in theirs if memory is not None))
 
 
 @dataclass(frozen=True)
