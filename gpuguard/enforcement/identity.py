@@ -23,6 +23,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gpuguard.device_state import vendor_of
+from gpuguard.files import closed_after
 from gpuguard.policies.policy import interactive_use
 from gpuguard.procfs import LONGEST, in_time, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
@@ -161,11 +162,9 @@ def is_alive(process: tuple[int, float]) -> bool:
         return False
     except OSError:
         return True
-    try:
+    with closed_after(pidfd):
         now = start_time(pid)
         return not has_ended(pidfd) and (now is None or now == started)
-    finally:
-        os.close(pidfd)
 
 
 def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:
@@ -272,19 +271,12 @@ def _lies_at(path: str, seen: os.stat_result, pid: int) -> bool:
 def _sees_what_root_made(pid: int) -> bool:
     """Return whether its mount namespace is the machine's, or one that root made: a container's, a service's."""
     try:
-        mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        with closed_after(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)) as mounts:
+            owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
     except OSError:
         return False
-    try:
-        owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
-    except OSError:
-        return False
-    finally:
-        os.close(mounts)
-    try:
+    with closed_after(owner):
         return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
-    finally:
-        os.close(owner)
 
 
 def driver_nodes(devices: Iterable[Device]) -> DriverNodes:
