@@ -60,7 +60,6 @@ _FORBIDDEN = sentence(
     "preflight.files_not_lent",
     "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md",
 )
-_OTHER_OWNER = sentence("preflight.other_owner", "its owner is not the one that was judged")
 
 
 class Notifier(Protocol):
@@ -448,10 +447,9 @@ def _has_clients_of_several_users(device: Device) -> bool:
 
 def _owner(target: Preflight) -> str | None:
     uid, rows = target.uid, [row for _, row in _rows_now(target)]
-    if target.facts is None or target.facts.uids[:1] != (uid,):
-        return _OTHER_OWNER
-    if any(row.uid is not None and row.uid != uid for row in rows):
-        return _OTHER_OWNER
+    is_same = target.facts is not None and target.facts.uids[:1] == (uid,)
+    if not is_same or any(row.uid is not None and row.uid != uid for row in rows):
+        return sentence("preflight.other_owner", "its owner is not the one that was judged")
     if not rows or any(row.user is None or row.user == str(row.uid) for row in rows):
         return sentence("preflight.nameless", "the name of uid {uid} is not known", uid=str(uid))
     return None
@@ -613,11 +611,12 @@ def effect_seen(past: PastAction, now: Snapshot) -> bool:
 
 def memory_is_back(past: PastAction, now: Snapshot) -> bool:
     """Return whether the memory of the process of *past* is back, on those of its devices that *now* has."""
-    for uuid, before in past.memory_used:
-        device = now.device(uuid)
-        if device and (device.memory_used is None or device.memory_used > before - (past.memory or 0) // 2):
-            return False
-    return True
+    before = dict(past.memory_used)
+    return all(
+        device.memory_used is not None and device.memory_used <= before[device.uuid] - (past.memory or 0) // 2
+        for device in now.devices
+        if device.uuid in before
+    )
 
 
 @dataclass(frozen=True)
