@@ -319,12 +319,12 @@ def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory 
         return FailedCheck("claim", sentence("claims.no_directory", "there is no directory of claims"))
     records = read_records(directory)
     named = dict(zip([(record.uid, record.id) for record in of_their_users(records)], records, strict=True))
-    claim = named.get((subject.uid, subject.claim))
-    if claim is None:  # it has no record, but the kernel knows who holds the lock, or the daemon to whom it was given
-        claim = claim_named(snapshot.claims, subject.uid, subject.claim)
+    # Without a record the kernel still knows who holds the lock, or the daemon to whom it was given.
+    claim = named.get((subject.uid, subject.claim)) or claim_named(snapshot.claims, subject.uid, subject.claim)
     held = probe(directory, claim.devices) if claim else ()
-    ended = FailedCheck("claim", sentence("preflight.claim_ended", "it has ended"))
-    return (claim and claim_named(held, claim.uid, claim.id)) or ended
+    return (claim and claim_named(held, claim.uid, claim.id)) or FailedCheck(
+        "claim", sentence("preflight.claim_ended", "it has ended")
+    )
 
 
 # The checks.  Each returns the reason against acting, or None.
