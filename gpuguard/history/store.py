@@ -271,11 +271,12 @@ def _without_crowd(slot: Slot) -> Slot:
     if len(uids) <= MOST_NAMELESS:
         return slot
     nameless = sorted((uid for uid in uids if not _has_name(uid)), key=lambda uid: (uid not in holding, uid))
-    beyond, thin = set(nameless[MOST_NAMELESS:]), Slot()
-    thin.devices = slot.devices
-    thin.users = {whose: row for whose, row in slot.users.items() if whose[0] not in beyond}
-    thin.waiting = {uid: row for uid, row in slot.waiting.items() if uid not in beyond}
-    return thin
+    beyond = set(nameless[MOST_NAMELESS:])
+    return Slot(
+        slot.devices,
+        {whose: row for whose, row in slot.users.items() if whose[0] not in beyond},
+        {uid: row for uid, row in slot.waiting.items() if uid not in beyond},
+    )
 
 
 def _has_name(uid: int) -> bool:

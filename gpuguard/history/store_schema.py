@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpuguard.device_state import (
@@ -60,21 +61,23 @@ _HIGHEST = tuple(name.endswith("_max") for name in DEVICE_COLUMNS)
 _NOTHING = (None,) * len(DEVICE_COLUMNS)
 
 
+@dataclass
 class Slot:
     """The sums of one slot so far: DEVICE_COLUMNS by uuid, USER_COLUMNS by uid and uuid, WAITING_COLUMNS by uid."""
 
-    def __init__(self) -> None:
-        self.devices: dict[str, Row] = {}
-        self.users: dict[tuple[int, str], Times] = {}
-        self.waiting: dict[int, Times] = {}
+    devices: dict[str, Row] = field(default_factory=dict)
+    users: dict[tuple[int, str], Times] = field(default_factory=dict)
+    waiting: dict[int, Times] = field(default_factory=dict)
 
     def add(self, rates: Slot, seconds: float) -> None:
         """Add *rates*, which holds the sums of one second, for so many seconds."""
         for uuid, new in rates.devices.items():
             columns = zip(_HIGHEST, self.devices.get(uuid, _NOTHING), new, strict=True)
             self.devices[uuid] = tuple([_sum(*column, seconds) for column in columns])
-        several: list[tuple[dict[Any, Times], dict[Any, Times]]]
-        several = [(self.users, rates.users), (self.waiting, rates.waiting)]
+        several: list[tuple[dict[Any, Times], dict[Any, Times]]] = [
+            (self.users, rates.users),
+            (self.waiting, rates.waiting),
+        ]
         for sums, more in several:
             for key, times in more.items():
                 former = sums.get(key) or (0.0,) * len(times)
