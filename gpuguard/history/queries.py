@@ -189,11 +189,10 @@ class Usage:
         width = self.width(begin)
         columns = f"slot, {value}, {highest} AS highest, seen_ms - {unknown}"
         chosen = "WHERE device = (SELECT id FROM devices WHERE uuid = ?) ORDER BY slot"
-        results = []
-        for slot, total, most, known in self._rows("devices", columns, begin, end, chosen, device):
-            mean = total * 1000 / known if known > 0 else None
-            results.append(Point(slot * width, width, known / 1000, mean, most))
-        return results
+        return [
+            Point(slot * width, width, known / 1000, total * 1000 / known if known > 0 else None, most)
+            for slot, total, most, known in self._rows("devices", columns, begin, end, chosen, device)
+        ]
 
     def totals(self, by: Literal["uid", "device"], begin: float, end: float) -> dict[Any, dict[str, Any]]:
         """Sum the GPU time of each user or each device between two unix times; the most claimed time comes first.
@@ -387,10 +386,11 @@ def _query(
             aside = (
                 _("  The daemon sets it aside at its next start, and begins a new one.") if version < VERSION else ""
             )
-            other = _("{path} is of another version of gpuguard ({version}, this one knows {own}).{aside}").format(
-                path=path, version=version, own=VERSION, aside=aside
+            return GpuguardError(
+                _("{path} is of another version of gpuguard ({version}, this one knows {own}).{aside}").format(
+                    path=path, version=version, own=VERSION, aside=aside
+                )
             )
-            return GpuguardError(other)
     except sqlite3.Error as error:
         return GpuguardError(
             _(
