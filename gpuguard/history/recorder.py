@@ -146,34 +146,29 @@ class Recorder:
                 error=str(error.strerror),
                 path=str(error.filename),
             )
+        facts = {"path": self.path, "reason": reason}
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk and locks
-            what = sentence(
-                "usage_store.damaged", "the usage store {path} is damaged ({reason})", path=self.path, reason=reason
+            self._set_aside(
+                sentence("usage_store.damaged", "the usage store {path} is damaged ({reason})", **facts), "damaged"
             )
-            self._set_aside(what, "damaged")
-            return
-        if isinstance(error, store.Outdated):
-            what = sentence(
-                "usage_store.outdated",
-                "the usage store {path} is of an earlier gpuguard ({reason})",
-                path=self.path,
-                reason=reason,
+        elif isinstance(error, store.Outdated):
+            self._set_aside(
+                sentence(
+                    "usage_store.outdated", "the usage store {path} is of an earlier gpuguard ({reason})", **facts
+                ),
+                "old",
             )
-            self._set_aside(what, "old")
-            return
-        self.trouble = sentence(
-            "usage_store.unwritable",
-            "the usage store {path} cannot be written: {reason}",
-            path=self.path,
-            reason=reason,
-        )
-        if not self._said:
-            self._said = True
-            kept = sentence(
-                "usage_store.kept_in_memory",
-                "it is tried again, and what GPUs are used for is kept in memory for 2 hours",
+        else:
+            self.trouble = sentence(
+                "usage_store.unwritable", "the usage store {path} cannot be written: {reason}", **facts
             )
-            self._say(all_of((self.trouble, kept)))
+            if not self._said:
+                self._said = True
+                kept = sentence(
+                    "usage_store.kept_in_memory",
+                    "it is tried again, and what GPUs are used for is kept in memory for 2 hours",
+                )
+                self._say(all_of((self.trouble, kept)))
 
     def _set_aside(self, trouble: str, why: str) -> None:
         self._damaged += 1
