@@ -141,13 +141,10 @@ def _rotate(path: str, descriptor: int) -> None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    try:
         current = os.lstat(path)
-    except FileNotFoundError:  # another process was quicker
+    except (BlockingIOError, FileNotFoundError):  # another process is doing it, or was quicker
         return
-    if (current.st_dev, current.st_ino) == (status.st_dev, status.st_ino):
+    if os.path.samestat(current, status):
         if _keep_seconds is not None:
             _move_older(path, time.time() - _keep_seconds)
         os.rename(path, f"{path}.1")
