@@ -626,15 +626,14 @@ class Watchdog:
 
     def _report_problem(self, error: Exception | None) -> None:
         """Leave an Event when the loop meets a problem, when the problem changes, and when it is over."""
-        message = None
-        if error is not None:
-            message = str(error)
-            if not isinstance(error, BackendError):
-                message = sentence("fault.inside", "a fault inside gpuguard: {error}", error=repr(error))
+        message: str | None = None
+        outcome: EventOutcome = "watching again"
+        if isinstance(error, BackendError):
+            message, outcome = str(error), "driver unresponsive"
+        elif error is not None:
+            message = sentence("fault.inside", "a fault inside gpuguard: {error}", error=repr(error))
+            outcome = "failed"
         if message != self.problem:
-            outcome: EventOutcome = "watching again"
-            if error is not None:
-                outcome = "driver unresponsive" if isinstance(error, BackendError) else "failed"
             self.problem = message
             self._record(Event(time=time.time(), kind="watchdog", outcome=outcome, message=message))
             self._publish()
