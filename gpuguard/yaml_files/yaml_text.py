@@ -176,7 +176,9 @@ class YamlSource:
 
     def tree(self) -> YamlNode | None:
         """Return the root of the file, or None if there is none; then a fault says why."""
-        if self.faults or not self._visible():
+        if not self.faults:
+            self._look_for_invisible()
+        if self.faults:
             return None
         import yaml  # not above, because man pages are made from the commands where no package is installed
 
@@ -213,8 +215,7 @@ class YamlSource:
             self.fault((1, 1), _("the file is empty."), _('Begin with "{begin}".').format(begin=self.begin))
         return root
 
-    def _visible(self) -> bool:
-        good = True
+    def _look_for_invisible(self) -> None:
         for number, row in enumerate(self.rows, 1):
             row = row.removesuffix("\r")
             if _PLAIN_ASCII.fullmatch(row):
@@ -225,8 +226,6 @@ class YamlSource:
                         number=ord(character)
                     )
                     self.fault((number, column), text, _("Delete it."))
-                    good = False
-        return good
 
     def _node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> YamlNode | None:
         import yaml
