@@ -187,8 +187,7 @@ class Watchdog:
         """Sample once, do what is due, and return the judgement.  Raises BackendError if nothing could be read."""
         rules, before, limits = self.site_rules, self._view, self._context.limits
         limits.per_minute, limits.per_hour = rules.per_minute, rules.per_hour
-        if rules.policies is not self._needs.policies:
-            self._needs = needs_of(rules.policies)
+        self._needs = needs_of(rules.policies)
         snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
         self._note_ended(snapshot)
         self._memory.kept, self._memory.unkillable = dict(self.kept), frozenset(limits.unkillable)

@@ -58,7 +58,6 @@ RULES: dict[str, type[Rule]] = {
 class Needs(RuleNeeds):
     """The needs of some policies together, beyond what is read for everybody."""
 
-    policies: Sequence[Policy] = ()
     kinds: bool = False  # whether it matters who sits in front of a process, so that debuggers are looked for
     targets: tuple[str, ...] = ()  # names of the targets that any of them notifies
 
@@ -76,7 +75,6 @@ def needs_of(policies: Sequence[Policy]) -> Needs:
         machine=tuple(limit for limits in of_machine for limit in limits) if of_machine else None,
         scheduler=any(rule.scheduler for rule in rules),
         gpu_seconds=tuple({window for rule in rules for window in rule.gpu_seconds}),
-        policies=policies,
         kinds=kinds,
         targets=tuple(sorted({str(name) for given in options if (name := given.get("to") or given.get("hook"))})),
     )
