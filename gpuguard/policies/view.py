@@ -172,8 +172,11 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
         if process.start_time is not None:
             identity = process.pid, process.start_time
             # A younger process may have the pid of another one that came meanwhile, ended, and is still listed.
-            lived = before is not None and process.start_time < before.clock - START_SLACK
-            is_new = lived and before is not None and process.pid not in before.pids
+            is_new = (
+                before is not None
+                and process.start_time < before.clock - START_SLACK
+                and process.pid not in before.pids
+            )
             arrived[identity] = clock if is_new else before.arrived.get(identity) if before else None
     # A process is not blamed later for what could not be read of it now.
     using = frozenset(
@@ -269,8 +272,7 @@ def device_subject(device: Device) -> Subject:
 
 def claim_subject(record: ClaimRecord, device: Device | None = None) -> Subject:
     """Return a claim as a subject, on all of its devices or on one of them."""
-    uuid = device.uuid if device else None
-    return Subject("claim", device=uuid, uid=record.uid, claim=record.id, user=record.user)
+    return Subject("claim", device.uuid if device else None, uid=record.uid, claim=record.id, user=record.user)
 
 
 def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
@@ -295,12 +297,10 @@ def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
             yield device, process
 
 
-# (subject, bytes of memory, processes that an action would mean)
-SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]
-
-
-def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
+def uses_of(view: RuleView, device: Device, per: str) -> Iterator[tuple[Subject, int | None, tuple[GpuProcess, ...]]]:
     """Yield each subject of kind *per* on *device*: the device, a process, a user, or a claim with its processes.
+
+    With it come the bytes of memory that it uses, and the processes that an action would mean.
 
     If a user has two claims, it is unknown which process belongs to which, unless the claims share the device and the
     processes were started below them.
@@ -486,8 +486,7 @@ def member_of(process: GpuProcess, view: RuleView) -> JobMember:
 
 def identities(processes: Iterable[GpuProcess]) -> frozenset[ProcessIdentity]:
     """Return (pid, start time) of each process whose start is known."""
-    known = ((process.pid, process.start_time) for process in processes)
-    return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
+    return frozenset((process.pid, process.start_time) for process in processes if process.start_time is not None)
 
 
 def jobs_of(members: Iterable[JobMember]) -> Jobs:
