@@ -93,8 +93,7 @@ class QuotaRule(Rule):
             )
             for place, whys in reasons.items():
                 holding = held[place]
-                finding = Finding("quota", holding.subject, all_of(whys), tuple(holding.processes))
-                found.setdefault(id(holding), finding)
+                found.setdefault(id(holding), Finding("quota", holding.subject, all_of(whys), tuple(holding.processes)))
         yield from found.values()
 
     def _excesses(
