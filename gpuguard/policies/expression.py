@@ -338,10 +338,12 @@ def _mismatch(left: ExpressionPart, right: ExpressionPart) -> str:
 
 def _must_be_truth(part: ExpressionPart) -> None:
     if part.type != TRUTH:
-        text = _("{text} is a {type}, not a condition: compare it with something.").format(
-            text=part.word.text, type=_(part.type)
+        raise _fault(
+            part.word.column,
+            _("{text} is a {type}, not a condition: compare it with something.").format(
+                text=part.word.text, type=_(part.type)
+            ),
         )
-        raise _fault(part.word.column, text)
 
 
 def _join(keyword: str, values: list[Evaluate]) -> Evaluate:
@@ -473,15 +475,12 @@ class _Reader:
         return part
 
     def _sum(self) -> ExpressionPart:
-        part = self._product()
-        while sign := self.take("+", "-"):
-            part = _calculated(part, sign, self._product())
-        return part
+        return self._calculation(lambda: self._calculation(self._atom, "*", "/"), "+", "-")
 
-    def _product(self) -> ExpressionPart:
-        part = self._atom()
-        while sign := self.take("*", "/"):
-            part = _calculated(part, sign, self._atom())
+    def _calculation(self, read: Callable[[], ExpressionPart], *signs: str) -> ExpressionPart:
+        part = read()
+        while sign := self.take(*signs):
+            part = _calculated(part, sign, read())
         return part
 
     def _atom(self) -> ExpressionPart:
