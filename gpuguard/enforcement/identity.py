@@ -20,17 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from gpuguard.device_state import vendor_of
 from gpuguard.files import closed_after
+from gpuguard.model import Device
 from gpuguard.policies.policy import interactive_use
 from gpuguard.procfs import LONGEST, in_time, read_link, read_memory, read_text, start_time, stat_of
 from gpuguard.users import certain_owner
 from gpuguard.vendors import DRM_MAJOR, DRM_NODES, VENDORS
-
-if TYPE_CHECKING:
-    from gpuguard.model import Device
 
 T = TypeVar("T")
 DriverNodes = tuple[frozenset[int], ...]  # for each driver the device numbers of its nodes, empty if none is known

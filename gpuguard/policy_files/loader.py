@@ -11,12 +11,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.model import DESKTOP_MEMORY, ActionName
+from gpuguard.notify.targets import Target
 from gpuguard.notify.templates import Template
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policy_files.checks import check
@@ -24,9 +25,6 @@ from gpuguard.policy_files.keys import DAYS, FileKeys, LimitKeys, PolicyKeys, pa
 from gpuguard.users import is_powerful
 from gpuguard.yaml_files.decoder import DATE, GROUP, UNKNOWN, USER, Accounts, Decoder, GoneUser, TaggedValue
 from gpuguard.yaml_files.yaml_text import Fault, YamlSource, in_order, read_file
-
-if TYPE_CHECKING:
-    from gpuguard.notify.targets import Target
 
 READ_SECONDS = 20.0  # systemd restarts a daemon that shows no sign of life for 60 seconds
 TOO_LONG = (
