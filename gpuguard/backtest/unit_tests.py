@@ -312,9 +312,6 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
             for number, keys in enumerate(test.processes)
             if _lives(keys, elapsed)
         ]
-        claims = (
-            _claim(number, keys, test, uid_of) for number, keys in enumerate(test.claims) if _lives(keys, elapsed)
-        )
         snapshot = Snapshot(
             "rehearsal",
             "rehearsal",
@@ -322,16 +319,25 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
             _CLOCK + elapsed,
             tuple(_device(index, keys, sample, running) for index, keys in enumerate(test.devices)),
             simulated=True,
-            claims=tuple(claims),
+            claims=tuple(
+                _claim(number, keys, test, uid_of) for number, keys in enumerate(test.claims) if _lives(keys, elapsed)
+            ),
         )
-        host = {(process.pid, process.start_time or 0.0): _host_use(keys, sample) for keys, process in running}
+        host = {
+            (process.pid, process.start_time or 0.0): HostUse(
+                cpu=_at(keys.cpu, sample),
+                memory=_whole(keys.host_memory, sample),
+                network=_at(keys.network, sample),
+                terminal="/dev/pts/0" if keys.is_ == "interactive" else "",
+            )
+            for keys, process in running
+        }
         users = {
             uid_of(user): UserUse(user, _at(keys.cpu, sample), _whole(keys.host_memory, sample))
             for user, keys in test.users.items()
         }
         machine = MachineUse(int(test.memory), test.cores, users)
-        scheduled = given or None
-        yield RuleView(snapshot, host=host, machine=machine, groups=groups, scheduled=scheduled, gpu_seconds=spent)
+        yield RuleView(snapshot, host=host, machine=machine, groups=groups, scheduled=given or None, gpu_seconds=spent)
 
 
 def _lives(keys: ProcessKeys | ClaimKeys, elapsed: float) -> bool:
@@ -350,15 +356,6 @@ def _process(number: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> 
         command=keys.command,
         executable=keys.executable,
         container="c0ffee" if keys.is_ == "container" else None,
-    )
-
-
-def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
-    return HostUse(
-        cpu=_at(keys.cpu, sample),
-        memory=_whole(keys.host_memory, sample),
-        network=_at(keys.network, sample),
-        terminal="/dev/pts/0" if keys.is_ == "interactive" else "",
     )
 
 
@@ -477,14 +474,13 @@ def run_tests(path: str) -> Trial:
     outcomes = []
     for test in file.tests:
         judged = [policy for policy in policies.policies if not test.of or policy.name in test.of]
-        zone = float(time.localtime(test.starts).tm_gmtoff)
         steps = [
             _step(verdict, view, view.snapshot.taken_at - test.starts)
             for view, judgement in rehearse(
                 views(test, judged, uid_of),
                 judged,
                 interval=test.every,
-                zone=zone,
+                zone=float(time.localtime(test.starts).tm_gmtoff),
                 desktop_memory=policies.desktop_memory,
             )
             for verdict in judgement.verdicts
