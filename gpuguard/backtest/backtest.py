@@ -7,6 +7,7 @@ preflight) are not rehearsed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,14 +98,12 @@ def backtest(
     """
     gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
     acts: list[Act] = []
-    notes: dict[NoteKind, int] = {}
-    judged = 0
+    notes = Counter[NoteKind]()
+    judged, interval = 0, gap / LARGEST_DISTANCE
     for views in views_of(recording, uid_of):
-        interval = gap / LARGEST_DISTANCE
         for view, judgement in rehearse(views, policies, interval=interval, zone=zone, desktop_memory=desktop_memory):
             acts += [_act(verdict, view, recording) for verdict in judgement.verdicts]
-            for note in judgement.notes:
-                notes[note.kind] = notes.get(note.kind, 0) + 1
+            notes.update(note.kind for note in judgement.notes)
             judged += sum(len(device.processes or ()) for device in view.snapshot.devices)
             advance(judged / len(recording.rows))
     acts.sort(key=lambda act: act.time)
@@ -199,8 +198,9 @@ def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple
         if len(left) < len(processes):
             freed = sum(process.memory_used or 0 for process in processes if process not in left)
             memory = None if device.memory_used is None else max(0, device.memory_used - freed)
-            utilization = device.utilization if left else 0.0
-            device = replace(device, processes=left, memory_used=memory, utilization=utilization)
+            device = replace(
+                device, processes=left, memory_used=memory, utilization=device.utilization if left else 0.0
+            )
         devices.append(device)
     # A claim lives as long as the process that made it, unless it is released.
     pids = {pid for pid, _ in gone}
