@@ -278,12 +278,10 @@ def _together(rows: list[RecordedRow], slack: float) -> Iterator[list[RecordedRo
 
 
 def _process(row: RecordedRow, identity: ProcessIdentity, uid_of: Numbering) -> GpuProcess:
-    pid, start_time = identity
-    memory = None if row.memory is None else int(row.memory)
     return GpuProcess(
-        pid,
-        memory,
-        start_time=start_time,
+        identity[0],
+        None if row.memory is None else int(row.memory),
+        start_time=identity[1],
         uid=uid_of(row.user),
         user=row.user,
         command=(row.job,),
@@ -313,18 +311,19 @@ def _read_recorded(path: str, advance: Callable[[float], None]) -> Recording:
         times.append(view.snapshot.taken_at)
         for device in view.snapshot.devices:
             for process in device.processes or ():
-                row = RecordedRow(
-                    view.snapshot.taken_at,
-                    _job_name(process),
-                    view.snapshot.host,
-                    device.uuid,
-                    process.user or "unknown",
-                    utilization=device.utilization if process.utilization is None else process.utilization,
-                    memory=process.memory_used,
-                    temperature=device.temperature,
-                    power=device.power_draw,
+                rows.append(
+                    RecordedRow(
+                        view.snapshot.taken_at,
+                        _job_name(process),
+                        view.snapshot.host,
+                        device.uuid,
+                        process.user or "unknown",
+                        utilization=device.utilization if process.utilization is None else process.utilization,
+                        memory=process.memory_used,
+                        temperature=device.temperature,
+                        power=device.power_draw,
+                    )
                 )
-                rows.append(row)
                 if process.user is not None and process.uid is not None:
                     uids.setdefault(process.user, process.uid)
         for claim in view.snapshot.claims:
