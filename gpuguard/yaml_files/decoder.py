@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -222,25 +222,20 @@ class Decoder:
             known = [tagged.key, *shared, *keys_of(own)[0]]
             self.source.fault(self._key(path, key), *unknown(key, known, _("key of {name!r}").format(name=name)))
             del rest[key]
-        parts = []
-        for noun, its in ((tagged.common, mine), (own, rest)):
-            with suppress(Broken):
-                parts.append(self._fields(node, noun, its, path, repr(name)))
-        if len(parts) < 2:
-            raise Broken
-        return TaggedValue(name, *parts)
+        parts = _each_in_turn(
+            {
+                "common": partial(self._fields, node, tagged.common, mine, path, repr(name)),
+                "own": partial(self._fields, node, own, rest, path, repr(name)),
+            }
+        )
+        return TaggedValue(name, **parts)
 
     def _mapping(self, node: YamlNode, arguments: tuple[Any, ...], path: Path) -> dict[Any, Any]:
         pairs = self._pairs(node, path)
-        names: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        for part, into in ((0, names), (1, values)):
-            with suppress(Broken):
-                wanted = {key: (value if part else self._key(path, key), arguments[part]) for key, value in pairs}
-                into.update(self._all(wanted, path))
-        if len(names) != len(pairs) or len(values) != len(pairs):
-            raise Broken
-        return {names[key]: values[key] for key, _ in pairs}
+        names = {key: (self._key(path, key), arguments[0]) for key, _value in pairs}
+        values = {key: (value, arguments[1]) for key, value in pairs}
+        read = _each_in_turn({"names": partial(self._all, names, path), "values": partial(self._all, values, path)})
+        return {read["names"][key]: read["values"][key] for key in names}
 
     def _choice(self, node: YamlNode, choice: TaggedChoice, path: Path) -> Any:
         pairs = self._pairs(node, path, choice.table)
@@ -295,16 +290,9 @@ class Decoder:
         return list(found.items())
 
     def _all(self, wanted: Mapping[Any, tuple[YamlNode, Any]], path: Path) -> dict[Any, Any]:
-        """Return all values.  Raises Broken only after each had its turn, so that all faults are found in one go."""
-        values, good = {}, True
-        for key, (node, hint) in wanted.items():
-            try:
-                values[key] = self.value(node, hint, (*path, key))
-            except Broken:
-                good = False
-        if not good:
-            raise Broken
-        return values
+        return _each_in_turn(
+            {key: partial(self.value, node, hint, (*path, key)) for key, (node, hint) in wanted.items()}
+        )
 
     def _key(self, path: Path, name: str) -> YamlNode:
         place = (*path, name)
@@ -313,6 +301,17 @@ class Decoder:
     def _broken(self, node: YamlNode, text: str, hint: str = "") -> typing.NoReturn:
         self.source.fault(node, text, hint)
         raise Broken
+
+
+def _each_in_turn(reads: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Return what *reads* return.  Raises Broken only after each had its turn, so that all faults are found at once."""
+    values = {}
+    for key, read in reads.items():
+        with suppress(Broken):
+            values[key] = read()
+    if len(values) < len(reads):
+        raise Broken
+    return values
 
 
 @cache
