@@ -72,12 +72,6 @@ BREAKER = RuleKind(
     },
 )  # it is no rule, but has everything that a message says about one
 
-# Why pauses end.
-_STARTED_AGAIN = sentence("pause.guard_started", "the guard was started again")
-_GUARD_ENDS = sentence("pause.guard_ends", "the guard ends")
-_UNKNOWN_FOR_LONG = sentence("pause.unknown", "whether its condition holds has been unknown for long")
-_NO_MORE = sentence("condition.over", "the condition does not hold any more")
-
 PendingKey = tuple[str, Subject]  # name of a policy and the subject of a verdict
 
 
@@ -229,7 +223,7 @@ class Watchdog:
     def run(self, stop: threading.Event) -> None:
         """Repeat step() until *stop* is set, whatever happens."""
         failures = 0
-        self._end_pauses(_STARTED_AGAIN)
+        self._end_pauses(sentence("pause.guard_started", "the guard was started again"))
         while not stop.is_set():
             begun = time.monotonic()
             try:
@@ -244,7 +238,7 @@ class Watchdog:
                 with suppress(Exception):  # which the callback raises
                     self._report_problem(error)
                 if self._view and boot_clock() - self._view.clock > engine.LONGEST_PAUSE:
-                    self._end_pauses(_UNKNOWN_FOR_LONG)
+                    self._end_pauses(sentence("pause.unknown", "whether its condition holds has been unknown for long"))
             self.last_round = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
@@ -283,7 +277,7 @@ class Watchdog:
         self._stop.set()
         if self._thread:
             self._thread.join(seconds)
-        self._end_pauses(_GUARD_ENDS)
+        self._end_pauses(sentence("pause.guard_ends", "the guard ends"))
         return not (self._thread and self._thread.is_alive())
 
     def __enter__(self) -> Watchdog:
@@ -501,7 +495,8 @@ class Watchdog:
                 return why or sentence(
                     "pause.not_in_force", "the policy {policy} is not in force any more", policy=pause.policy
                 )
-            return None if self._memory.pauses(policy.name, pause.process) else _NO_MORE
+            lasts = self._memory.pauses(policy.name, pause.process)
+            return None if lasts else sentence("condition.over", "the condition does not hold any more")
 
         self._isolate("pauses", partial(self._pauses.settle, why_over, owed=owed))
 
