@@ -345,7 +345,7 @@ def may_end_with_job(
 
 
 def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
-    notes = []
+    notes: list[Note] = []
     now = {policy.name: policy for policy in policies}
     for name, before in memory.policies.items():
         if now.get(name) is before or now.get(name) == before:
@@ -355,9 +355,8 @@ def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
             if name in now
             else sentence("note.policy_gone", "the policy is gone, its steps are cancelled")
         )
-        for state in memory.states.pop(name, {}).values():
-            if _has_begun(state):
-                notes.append(Note("cancelled", why, name, state.subject))
+        states = memory.states.pop(name, {}).values()
+        notes += [Note("cancelled", why, name, state.subject) for state in states if _has_begun(state)]
     memory.policies = now
     return notes
 
