@@ -110,8 +110,9 @@ class Usage:
         """GPU-seconds that each user has claimed in each window (seconds up to now): uid -> (window -> seconds)."""
         results: dict[int, dict[float, float]] = {}
         for window in windows:
-            begin = self.now - window
-            for uid, claimed in self._rows("users", "uid, SUM(claimed_ms)", begin, self.now, "GROUP BY uid"):
+            for uid, claimed in self._rows(
+                "users", "uid, SUM(claimed_ms)", self.now - window, self.now, "GROUP BY uid"
+            ):
                 results.setdefault(uid, {})[window] = claimed / 1000
         return results
 
@@ -203,8 +204,7 @@ class Usage:
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
         order = f"GROUP BY {by} ORDER BY 2 DESC, 5 DESC, 1"
         results = {}
-        for subject, *sums_ms in self._rows("users", f"{by}, {sums}", begin, end, order):
-            claimed, used, idle, unclaimed = sums_ms
+        for subject, claimed, used, idle, unclaimed in self._rows("users", f"{by}, {sums}", begin, end, order):
             times = claimed, used, idle, max(0, claimed - used - idle), unclaimed
             results[names.get(subject, subject)] = {
                 name: milliseconds / 1000 for name, milliseconds in zip(TIMES, times, strict=True)
@@ -226,8 +226,11 @@ class Usage:
             seen, claimed, unknown, total, untold, joules, unmeasured = rows[number]
             mean = total * 1000 / (seen - untold) if seen > untold else None
             energy = float(joules) if seen > unmeasured else None
-            times = seen / 1000, claimed / 1000, unknown / 1000
-            results.append(DeviceTotal(SeenDevice(*known), *times, mean, energy, unmeasured / 1000))
+            results.append(
+                DeviceTotal(
+                    SeenDevice(*known), seen / 1000, claimed / 1000, unknown / 1000, mean, energy, unmeasured / 1000
+                )
+            )
         return results
 
     def width(self, begin: float) -> int:
