@@ -99,10 +99,17 @@ def usage_report(
         rows = _groups(users, groups_of)
     elif by == "device":
         times = usage.totals("device", begin, end)
-        for total in devices:
-            label, uuid = total.device.label, total.device.uuid
-            own = times.get(uuid, {})
-            rows.append(UsageRow(label, device=uuid, energy=total.energy, waiting=None, wanted=None, **own))
+        rows = [
+            UsageRow(
+                total.device.label,
+                device=total.device.uuid,
+                energy=total.energy,
+                waiting=None,
+                wanted=None,
+                **times.get(total.device.uuid, {}),
+            )
+            for total in devices
+        ]
     courses = {
         total.device.uuid: {name: usage.series(total.device.uuid, name, begin, end) for name in metrics}
         for total in devices
@@ -156,7 +163,6 @@ def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Repor
     known = [found for found in begins if found is not None]
     seen = min((watch.seen for watch in watches.values()), default=0.0)
     width = max((watch.width for watch in watches.values()), default=0)
-    without_end = [report.claims_without_end or 0 for report in reports.values()]
     rows = [] if by in FROM_LOG else with_hosts("rows")
     sums = _sums(grouped((row.name, row) for row in rows)) if by in ("user", "group") else []
     return Report(
@@ -167,7 +173,9 @@ def joined_report(by: str, begin: float, end: float, reports: Mapping[str, Repor
         with_hosts("devices"),
         max((report.queue_unknown for report in reports.values()), default=0.0),
         claims=with_hosts("claims") if by == "claim" else None,
-        claims_without_end=sum(without_end) if by == "claim" else None,
+        claims_without_end=sum(report.claims_without_end or 0 for report in reports.values())
+        if by == "claim"
+        else None,
         policies=with_hosts("policies") if by == "policy" else None,
         watches=watches,
         sums=sums,
