@@ -233,13 +233,8 @@ def _renew(path: str) -> None:
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:  # which commits, or takes all back if anything fails
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[Device]) -> dict[str, int]:
