@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Annotated, Literal
 
 from gpuguard.device_state import device_title
@@ -42,11 +43,6 @@ def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list
         for before, earlier in points[:place]
         if at > before
     )
-
-
-def middle(ordered: Sequence[float]) -> float:
-    """Return the best single guess of ordered slopes, the middle one; of two, the lower one."""
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def sure(ordered: Sequence[float]) -> float:
@@ -104,7 +100,7 @@ class MemoryGrowthRule(Rule):
                 "memory.growth",
                 "memory on {gpu} grows by {grown} in {time} (trend over {span}), {limit} is allowed",
                 gpu=device_title(device),
-                grown=format_bytes(middle(rates) * self.above.seconds),
+                grown=format_bytes(median_low(rates) * self.above.seconds),
                 time=format_duration(self.above.seconds),
                 span=format_duration(self.over),
                 limit=self.above.text,
@@ -148,7 +144,7 @@ class ForecastRule(Rule):
             if free is None and device.memory_total is not None and device.memory_used is not None:
                 free = max(device.memory_total - device.memory_used - (device.memory_reserved or 0), 0)
             rates = slopes(view, subject, "memory_used", self.over)
-            if memory is None or free is None or not rates or (rate := middle(rates)) <= 0:
+            if memory is None or free is None or not rates or (rate := median_low(rates)) <= 0:
                 return None
             confidence = 100 * sum(free <= rate * self.full_within for rate in rates) / len(rates)
             if confidence < self.confidence:
