@@ -11,15 +11,13 @@ from gpuguard.device_state import (
     claims_on,
     device_title,
     idle_limit,
-    is_blamed_on,
     may_compute,
-    started_by,
     usable_devices,
 )
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
 from gpuguard.locale.messages import sentence
-from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
+from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.rule import Evidence, Rule, RuleKind, RuleNeeds
 from gpuguard.policies.usage import strangers
 from gpuguard.policies.view import (
@@ -30,6 +28,7 @@ from gpuguard.policies.view import (
     device_subject,
     process_subject,
     recent,
+    uses_of,
 )
 from gpuguard.units import Rate, format_bytes, format_duration, parse_bytes, parse_duration, parse_percent, parse_rate
 
@@ -105,7 +104,7 @@ class IdleRule(Rule):
 
     def _beside_others(self, view: RuleView, device: Device, strange: Collection[tuple[str, int]]) -> Iterator[Finding]:
         """Yield what holds a busy device but rests: claims, or their processes, of which others do the work there."""
-        for claim, own in _processes_of_claims(view, device, strange):
+        for claim, own in _claims_beside_others(view, device, strange):
             loads = [process.utilization for process in own]
             most = max((load for load in loads if load is not None), default=0.0)
             if None in loads or most > self.below or (self.needs.host and not self._host_rests(view, device, own)):
@@ -121,7 +120,7 @@ class IdleRule(Rule):
             for process in own:
                 yield Finding("idle", process_subject(device, process), why, (process,))
             if not own:
-                yield Finding("idle", claim_subject(claim, device), why)
+                yield Finding("idle", claim, why)
 
     def _resting(self, view: RuleView, device: Device) -> str | None:
         """Return why the device counts as resting, or None if it does not."""
@@ -181,7 +180,7 @@ class IdleRule(Rule):
         present, now = computing(device), view.clock
         for process in present:
             yield process_subject(device, process), now - (process.start_time or now), (process,)
-        if not _all_known(device):
+        if not _all_known(device, present):
             return  # a process of an unknown owner is there, who may own the claim
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
@@ -192,40 +191,29 @@ class IdleRule(Rule):
             yield device_subject(device), None, ()
 
 
-def _all_known(device: Device) -> bool:
-    """Return whether it is known of each process that may compute on *device* who its owner is."""
-    return device.processes_plausible and len(computing(device)) == sum(
+def _all_known(device: Device, present: Sequence[GpuProcess]) -> bool:
+    """Return whether each process that may compute on *device* is among *present*, of which the owners are known."""
+    return device.processes_plausible and len(present) == sum(
         may_compute(process, device) for process in device.processes or ()
     )
 
 
-def _processes_of_claims(
+def _claims_beside_others(
     view: RuleView, device: Device, strange: Collection[tuple[str, int]]
-) -> Iterator[tuple[ClaimRecord, list[GpuProcess]]]:
+) -> Iterator[tuple[Subject, tuple[GpuProcess, ...]]]:
     """Yield each claim of a device that others use, too, with its own processes there.
 
     Yields nothing unless it is certain of each process to which claim it belongs, or that it is *strange* to all.
     """
-    claims, present = claims_on(view.snapshot, device), computing(device)
-    if not claims or not _all_known(device):
-        return
-    owners = []
-    for process in present:
-        owner = claim_of(process, claims, view.seen)
-        if owner is None:
-            certain = (device.uuid, process.pid) in strange
-        else:
-            alone = sum(claim.uid == owner.uid for claim in claims) == 1
-            certain = is_blamed_on(process, owner, view.seen) and (
-                alone or started_by(process, claims, view.seen) is not None
-            )
-        if not certain:
-            return
-        owners.append(owner)
-    for claim in claims:
-        own = [process for process, owner in zip(present, owners, strict=True) if owner == claim]
-        if claim.uid >= 0 and len(own) < len(present):
-            yield claim, own
+    claims = [(claim, own) for claim, _memory, own in uses_of(view, device, "claim")]
+    of_claims = {process.pid for _, own in claims for process in own}
+    present = computing(device) if claims else ()
+    if (
+        present
+        and all(process.pid in of_claims or (device.uuid, process.pid) in strange for process in present)
+        and _all_known(device, present)
+    ):
+        yield from ((claim, own) for claim, own in claims if len(own) < len(present))
 
 
 @dataclass(frozen=True)
