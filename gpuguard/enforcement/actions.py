@@ -20,7 +20,7 @@ from gpuguard.claims import restrictions, unlock
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.unlock import LockHandle
 from gpuguard.clusters import slurm_jobs
-from gpuguard.device_state import idle_limit, unlisted_memory
+from gpuguard.device_state import idle_limit, unlisted_memory, usable_devices
 from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.guard_limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.pauses import Pause
@@ -418,8 +418,7 @@ def _quarantine(
         return _logged(verdict, context, "refused", sentence("action.no_gpu", "no GPU is meant"))
     if context.directory is not None:
         out = {uuid, *restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())}
-        divided = {device.parent_uuid for device in snapshot.devices}
-        claimable = [device for device in snapshot.devices if device.uuid not in divided]
+        claimable = usable_devices(snapshot)
         if sum(not out.isdisjoint((device.uuid, device.parent_uuid)) for device in claimable) > len(claimable) / 2:
             why = sentence(
                 "action.half_of_gpus", "more than half of the GPUs would be out of service: ask an administrator"

@@ -557,10 +557,8 @@ def outside_schedule(policy: Policy, index: SampleIndex) -> Note | None:
     if not is_within(policy.hours, policy.days, index.view.snapshot.taken_at + index.zone):
         return Note("hours", _OUTSIDE_HOURS, policy.name)
     if policy.claimed_above is not None:
-        # A divided device counts as its parts.
-        divided = {device.parent_uuid for device in index.devices.values()}
-        parts = [uuid for uuid in index.devices if uuid not in divided]
-        share = 100 * sum(uuid in index.claims_on for uuid in parts) / len(parts) if parts else None
+        parts = usable_devices(index.view.snapshot)  # a divided device counts as its parts
+        share = 100 * sum(part.uuid in index.claims_on for part in parts) / len(parts) if parts else None
         if share is None or not share > policy.claimed_above:
             text = sentence(
                 "note.claimed_share",
