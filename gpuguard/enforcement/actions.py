@@ -312,14 +312,16 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
 
     A `gpuguard run` writes the event of this warning into the log of its job.
     """
-    subject, terminals, processes = verdict.finding.subject, set(), preflight.targets(verdict, snapshot)
+    subject, processes = verdict.finding.subject, preflight.targets(verdict, snapshot)
     claim = None if verdict.finding.processes else claim_named(snapshot.claims, subject.uid, subject.claim)
     readers = [(target.pid, target.uid, target.start_time) for target in processes]
     readers += [(pid, subject.uid, start_time(pid)) for pid in (claim.holders if claim else ())]
-    for pid, uid, started in readers:
-        facts = identity.facts_of(pid)
-        if facts and facts.terminal and facts.uids[:1] == (uid,) and facts.start_time == started:
-            terminals.add((facts.terminal, facts.uids[0]))
+    known = ((identity.facts_of(pid), uid, started) for pid, uid, started in readers)
+    terminals = {
+        (facts.terminal, facts.uids[0])
+        for facts, uid, started in known
+        if facts and facts.terminal and facts.uids[:1] == (uid,) and facts.start_time == started
+    }
     if not context.is_live(verdict):
         return _logged(verdict, context, "dry run")
     language = str(dict(verdict.options).get("language") or context.language)
