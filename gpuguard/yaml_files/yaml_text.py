@@ -258,7 +258,6 @@ class YamlSource:
             self.fault((line, column), _("more than {deepest} levels within each other.").format(deepest=DEEPEST))
             return None
         mapping = isinstance(event, yaml.MappingStartEvent)
-        node = YamlNode("mapping" if mapping else "sequence", line, column)
         children: list[YamlNode] = []
         while not isinstance(event := next(events), yaml.CollectionEndEvent):
             child = self._node(event, events, depth + 1)
@@ -266,10 +265,9 @@ class YamlSource:
                 return None
             children.append(child)
         if mapping:
-            node.pairs = list(zip(children[::2], children[1::2], strict=True))
-        else:
-            node.items = children
-        return node
+            pairs = list(zip(children[::2], children[1::2], strict=True))
+            return YamlNode("mapping", line, column, pairs=pairs)
+        return YamlNode("sequence", line, column, items=children)
 
 
 def _mark(event: yaml.Event, *, end: bool = False) -> tuple[int, int]:
