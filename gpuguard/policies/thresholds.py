@@ -415,10 +415,10 @@ class HealthRule(Rule):
             faults = [problems] if problems else []
             if slowed:
                 faults.append(sentence("health.slowed", "slowed down by {reasons}", reasons=slowed))
-            for field, limit in self._limits():
-                count = getattr(device, field)
-                if count is not None and count > limit:
-                    faults.append(_TOO_MANY[field](count, limit))
+            counts = [(field, getattr(device, field), limit) for field, limit in self._limits()]
+            faults += [
+                _TOO_MANY[field](count, limit) for field, count, limit in counts if count is not None and count > limit
+            ]
             if faults:
                 processes = computing(device) if self.with_processes else ()
                 yield Finding("health", device_subject(device), all_of(faults), processes)
