@@ -184,8 +184,7 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
         for process in device.processes
         if may_compute(process, device) or (process.memory_used is None and not process.ended)
     )
-    pids = frozenset(process.pid for process in device.processes)
-    return _KnownList(clock, pids, arrived, using)
+    return _KnownList(clock, frozenset(process.pid for process in device.processes), arrived, using)
 
 
 # What rules see
