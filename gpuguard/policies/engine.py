@@ -237,7 +237,6 @@ _AT_ONCE = sentence(
 )
 
 Judged = tuple[list[DueStep], list[Note]]  # of one policy: the steps whose time has come, and notes on all the rest
-Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
 def evaluate(
@@ -247,7 +246,7 @@ def evaluate(
     *,
     interval: float | None = None,
     zone: float = 0.0,
-    isolate: Isolate = lambda policy, judge: judge(),
+    isolate: Callable[[str, Callable[[], Judged]], Judged | None] = lambda policy, judge: judge(),
 ) -> Judgement:
     """Judge one sample.
 
