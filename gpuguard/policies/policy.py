@@ -574,15 +574,12 @@ def is_within(hours: tuple[float, float] | None, days: frozenset[int] | None, lo
 
     Hours over midnight belong to the day on which they begin.  Equal ends mean a whole day.
     """
-    day, second = int(local // DAY), local % DAY
     if hours is not None and hours[0] != hours[1]:
         begin, end = hours
-        inside = begin <= second < end if begin < end else second >= begin or second < end
-        if not inside:
+        local -= begin  # from now on the hours begin at midnight, and none of them lies in the next day
+        if local % DAY >= ((end - begin) % DAY or DAY):
             return False
-        if begin > end and second < end:
-            day -= 1
-    return days is None or (day + 3) % 7 in days  # 1 January 1970 was a Thursday
+    return days is None or (int(local // DAY) + 3) % 7 in days  # 1 January 1970 was a Thursday
 
 
 def on_enough_devices(
