@@ -105,12 +105,10 @@ class UsageSums:
         waiting = {uid: (1000.0, float(gpus)) for uid, gpus in (wanted or {}).items()}
         rates.waiting.update({NOBODY_KNOWS: (1000.0, 0.0)} if wanted is None else waiting)
         begin = snapshot.taken_at - passed
-        slot = math.floor(begin / WIDTH)
-        while begin < snapshot.taken_at:
-            border = min(snapshot.taken_at, (slot + 1) * WIDTH)
-            if border > begin:
-                self.slots.setdefault(slot, Slot()).add(rates, border - begin)
-            slot, begin = slot + 1, border
+        for slot in range(math.floor(begin / WIDTH), self._current + 1):
+            seconds = min(snapshot.taken_at, (slot + 1) * WIDTH) - max(begin, slot * WIDTH)
+            if seconds > 0:
+                self.slots.setdefault(slot, Slot()).add(rates, seconds)
 
     def complete(self, *, all_of_them: bool = False) -> dict[int, Slot]:
         """The slots to which the next sample adds nothing, or all of them."""
