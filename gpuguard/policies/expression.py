@@ -82,10 +82,6 @@ def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> 
     return Name(kind, True, meaning, lambda source: None if source.process is None else get(source.process))
 
 
-def _of_device(kind: str, meaning: str, get: Callable[[Device], Value]) -> Name:
-    return Name(kind, False, meaning, lambda source: get(source.device))
-
-
 def _of_field(facts: DeviceField, meaning: str) -> Name:
     kind = _BY_UNIT[facts.unit] if facts.is_number else TEXT
     group = "" if facts.group in WHO_FIELDS else facts.group
@@ -124,7 +120,8 @@ def _command(process: GpuProcess) -> Value:
     return None if process.command is None else " ".join(process.command)[:LONGEST_TEXT]
 
 
-def _process_count(device: Device) -> Value:
+def _process_count(source: NameSource) -> Value:
+    device = source.device
     return len(computing(device)) if device.processes is not None and device.processes_plausible else None
 
 
@@ -147,8 +144,8 @@ NAMES: dict[str, Name] = {
         for facts in DEVICE_FIELDS.values()
         if facts.expression
     },
-    "device_index": _of_device(NUMBER, "0 is the first GPU", lambda device: device.index),
-    "processes": _of_device(NUMBER, "how many compute on the GPU", _process_count),
+    "device_index": Name(NUMBER, False, "0 is the first GPU", lambda source: source.device.index),
+    "processes": Name(NUMBER, False, "how many compute on the GPU", _process_count),
     "claimed": Name(TRUTH, False, "whether the GPU is claimed", _claimed),
     "claimed_by": Name(
         TEXTS, False, "names of the users who had claimed it when the process came: user not in claimed_by", _claimed_by
