@@ -393,10 +393,8 @@ def unpack(sample: Mapping[str, Any]) -> RuleView:
     snapshot = replay.unpack(sample.get("snapshot"))
     try:
         packed = decode(_PackedPeople, sample)
-        host = {}
-        for key, use in packed.host.items():
-            pid, _, start_time = key.partition("@")
-            host[int(pid), float(start_time)] = use
+        named = ((key.split("@"), use) for key, use in packed.host.items())
+        host = {(int(pid), float(start_time)): use for (pid, start_time), use in named}
         groups = {int(uid): names for uid, names in packed.groups.items()}
         seen = {
             int(pid): ProcessStat(*facts, None, *packed.process_groups.get(pid, ())) if facts else None
