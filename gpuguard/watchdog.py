@@ -605,15 +605,14 @@ class Watchdog:
         snapshot = self._view.snapshot
         enforce = any(policy.enforce for policy in self._judged_by.policies if policy.name == name)
         for target in [target for target in self._needs.targets if target not in self._judged_by.personal]:
-            finding, options = Finding(BREAKER.name, subject, text), (("to", target),)
             verdict = Verdict(
                 policy=name,
-                finding=finding,
+                finding=Finding(BREAKER.name, subject, text),
                 action="notify",
                 step=0,
                 since=snapshot.clock,
                 enforce=enforce,
-                options=options,
+                options=(("to", target),),
                 kind=BREAKER,
             )
             self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
