@@ -185,9 +185,7 @@ class YamlSource:
         root = None
         try:
             events = yaml.parse(self.text, Loader=yaml.BaseLoader)
-            for event in events:
-                if not isinstance(event, yaml.DocumentStartEvent):
-                    continue
+            for event in (event for event in events if isinstance(event, yaml.DocumentStartEvent)):
                 if root is not None:
                     self.fault(_mark(event), _("a second document begins here."), _("Keep one document per file."))
                     return None
