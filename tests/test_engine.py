@@ -381,7 +381,7 @@ def test_a_refusal_undoes_no_step_of_another_subject_or_policy():
         memory.cooling["hogs", key] = 1000.0
         for name in ("hogs", "other"):
             nobody = Hit(frozenset(), frozenset(), frozenset())
-            effect = Effect(name, key, 0.0, frozenset(), subject.claim, None, nobody)
+            effect = Effect(name, key, 0.0, frozenset(), None, nobody)
             memory.effects[True, f"{name} {subject.claim}"] = effect
     memory.not_taken(
         Verdict(policy="hogs", finding=Finding("idle", subjects[0], ""), action="release", step=0, since=0.0), 5.0

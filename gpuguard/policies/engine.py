@@ -126,7 +126,6 @@ class Effect:
     subject: Subject
     at: float  # clock
     victims: frozenset[tuple[int, float]]
-    claim: str | None
     memory_below: float | None  # bytes in use once the victims' memory is free, or None if unknown
     hit: Hit
 
@@ -780,7 +779,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
         if action in COUNTED:
             if name in held:
                 continue
-            victims, claim = identities((*step.finding.processes, *step.rest)), step.finding.subject.claim
+            victims = identities((*step.finding.processes, *step.rest))
             if victims and victims <= memory.unkillable:
                 allowed.append(step)  # no effect is awaited, because it will have none
                 continue
@@ -797,9 +796,7 @@ def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemo
                 first = memory.effects.get((step.policy.enforce, uuid))
                 gone = victims | first.victims if first else victims  # these belong to the same job: see _obstacle()
                 below = _memory_without(index.devices[uuid], gone)
-                memory.effects[step.policy.enforce, uuid] = Effect(
-                    name, step.finding.subject, clock, gone, claim, below, hit
-                )
+                memory.effects[step.policy.enforce, uuid] = Effect(name, step.finding.subject, clock, gone, below, hit)
         allowed.append(step)
     return allowed, notes
 
@@ -948,7 +945,7 @@ def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
     if device is None or index.blindness(uuid) is not None:
         return False
     if not effect.victims:
-        return effect.claim is not None and not any(claim == effect.claim for _, claim in index.claims)
+        return effect.subject.claim is not None and all(claim != effect.subject.claim for _, claim in index.claims)
     dead = {identity[0] for identity in effect.victims}
     starts = {(process.pid, process.start_time) for process in device.processes or () if process.pid in dead}
     if any(start is None or (pid, start) in effect.victims for pid, start in starts):
