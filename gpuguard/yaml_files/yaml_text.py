@@ -141,9 +141,8 @@ class YamlSource:
     def __init__(self, content: bytes | str, begin: str | None = "version: 1") -> None:
         self.faults: list[Fault] = []
         self.warnings: list[Fault] = []
-        text = content if isinstance(content, str) else self._decoded(content)
         self.begin = begin
-        self.text = text.removeprefix("\ufeff")
+        self.text = (content if isinstance(content, str) else self._decoded(content)).removeprefix("\ufeff")
         self.rows = self.text.split("\n")
 
     def _decoded(self, content: bytes) -> str:
