@@ -315,18 +315,28 @@ def _rows(
     slots: Mapping[int, Slot], numbers: Mapping[str, int], holders: Mapping[tuple[int, int], int]
 ) -> dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]]:
     """kind -> the rows of its table, each with its slot and the number in its key."""
-    rows: dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]] = {kind: [] for kind in COLUMNS}
-    for number, slot in slots.items():
-        for uuid, row in slot.devices.items():
-            rows["devices"].append(((number, numbers[uuid]), _kept("devices", row)))
-        for (uid, uuid), (claimed, used, idle, unclaimed) in slot.users.items():
-            parts = _kept("users", (used, idle, max(0.0, claimed - used - idle), unclaimed))
-            if (holder := holders.get((uid, numbers[uuid]))) is not None:
-                rows["users"].append(((number, holder), parts))
-        for uid, row in slot.waiting.items():
-            if (holder := holders.get((uid, 0))) is not None:
-                rows["waiting"].append(((number, holder), _kept("waiting", row)))
-    return rows
+    return {
+        "devices": [
+            ((number, numbers[uuid]), _kept("devices", row))
+            for number, slot in slots.items()
+            for uuid, row in slot.devices.items()
+        ],
+        "users": [
+            (
+                (number, holders[uid, numbers[uuid]]),
+                _kept("users", (used, idle, max(0.0, claimed - used - idle), unclaimed)),
+            )
+            for number, slot in slots.items()
+            for (uid, uuid), (claimed, used, idle, unclaimed) in slot.users.items()
+            if (uid, numbers[uuid]) in holders
+        ],
+        "waiting": [
+            ((number, holders[uid, 0]), _kept("waiting", row))
+            for number, slot in slots.items()
+            for uid, row in slot.waiting.items()
+            if (uid, 0) in holders
+        ],
+    }
 
 
 def _kept(kind: str, row: Iterable[float | None]) -> tuple[int | None, ...]:
