@@ -204,13 +204,16 @@ class Usage:
         names = dict(self._execute("SELECT id, uuid FROM devices")) if by == "device" else {}
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
         order = f"GROUP BY {by} ORDER BY 2 DESC, 5 DESC, 1"
-        results = {}
-        for subject, claimed, used, idle, unclaimed in self._rows("users", f"{by}, {sums}", begin, end, order):
-            times = claimed, used, idle, max(0, claimed - used - idle), unclaimed
-            results[names.get(subject, subject)] = {
-                name: milliseconds / 1000 for name, milliseconds in zip(TIMES, times, strict=True)
+        return {
+            names.get(subject, subject): {
+                "claimed": claimed / 1000,
+                "used": used / 1000,
+                "idle": idle / 1000,
+                "unknown": max(0, claimed - used - idle) / 1000,
+                "unclaimed": unclaimed / 1000,
             }
-        return results
+            for subject, claimed, used, idle, unclaimed in self._rows("users", f"{by}, {sums}", begin, end, order)
+        }
 
     def devices(self, begin: float, end: float) -> list[DeviceTotal]:
         """What each device did between two unix times, in the order in which the devices were first seen."""
