@@ -365,7 +365,7 @@ class SampleIndex:
     processes: Mapping[ProcessIdentity, Mapping[str, GpuProcess]]
     # living ones by uid and id, as a subject names them; an id alone can be copied by another user
     claims: Mapping[tuple[int | None, str | None], ClaimRecord]
-    claims_on: Mapping[str, tuple[ClaimRecord, ...]]  # living ones by device
+    claims_on: Mapping[str, Sequence[ClaimRecord]]  # living ones by device
     territory: Mapping[int, set[str]]  # the devices where a user has a process or a claim, by uid
     # field -> reason by device; under None, the gaps of the whole machine
     gaps: Mapping[str | None, Mapping[str, str]]
@@ -407,11 +407,9 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     claims: dict[tuple[int | None, str | None], ClaimRecord] = {
         (claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0
     }
-    claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
+    claims_on = grouped((uuid, claim) for claim in claims.values() for uuid in claim.devices)
     for claim in claims.values():
         territory.setdefault(claim.uid, set()).update(claim.devices)
-        for uuid in claim.devices:
-            claims_on[uuid] = (*claims_on.get(uuid, ()), claim)
     gaps: dict[str | None, dict[str, str]] = {}
     for gap in snapshot.gaps:
         gaps.setdefault(gap.device, {})[gap.field] = gap.reason
@@ -595,11 +593,8 @@ class Past(dict[tuple[Subject, str], ValueSeries]):
 
 def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
     """Return the longest past in seconds that any of *rules* needs, by field."""
-    windows: dict[str, float] = {}
-    for rule in rules:
-        for name, seconds in rule.needs.past:
-            windows[name] = max(seconds, windows.get(name, 0.0))
-    return windows
+    windows = grouped(past for rule in rules for past in rule.needs.past)
+    return {name: max(seconds) for name, seconds in windows.items()}
 
 
 def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[Subject, str], float]]:
