@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
+from gpuguard.device_state import grouped
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
 from gpuguard.locale.messages import sentence
@@ -206,11 +207,8 @@ class ActionLimits:
 
 def _begun(done: Iterable[PastAction], jobs: Jobs) -> dict[str, float]:
     """Return the clock of the first of the actions *done* to each job."""
-    begun: dict[str, float] = {}
-    for past in done:
-        job = jobs[past.member]
-        begun[job] = min(past.clock, begun.get(job, past.clock))
-    return begun
+    clocks_by_job = grouped((jobs[past.member], past.clock) for past in done)
+    return {job: min(clocks) for job, clocks in clocks_by_job.items()}
 
 
 def _busy_device(
@@ -245,10 +243,9 @@ def _repetition(lately: Iterable[PastAction], action: PastAction) -> FailedCheck
 def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
     if not action.signature:
         return None
-    ended: dict[ProcessIdentity, float] = {}
-    for past in disruptive:
-        if past.signature == action.signature and past.process != action.process:
-            ended[past.process] = max(past.clock, ended.get(past.process, past.clock))
+    same = (past for past in disruptive if past.signature == action.signature and past.process != action.process)
+    clocks_by_process = grouped((past.process, past.clock) for past in same)
+    ended = {process: max(clocks) for process, clocks in clocks_by_process.items()}
     # Processes that ran at the same time are no restarts of each other.  If one is of another boot, it is unknown when
     # it was started.
     restarts, last = 0, float("-inf")
