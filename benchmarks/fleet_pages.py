@@ -57,7 +57,7 @@ def page(variant: int, compat: tuple[str, ...] = ()) -> str:
     )  # fmt: skip
     found = metric_families(facts)
     for name in compat:
-        found += COMPAT[name](facts)
+        found += COMPAT[name](snapshot)
     return to_prometheus(found)
 
 

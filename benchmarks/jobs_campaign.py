@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support")
 from broker_machine import Brokered
 from users import install
 
-from gpuguard.batch.dispatchers import has_dispatcher
+from gpuguard.batch.dispatchers import dispatcher_of
 from gpuguard.batch.job_facts import directory_of, read_jobs
 from gpuguard.batch.job_records import JobStore
 from gpuguard.batch.states import ENDED, Jobs
@@ -237,7 +237,7 @@ class Campaign:
             for user in (user for user in waiting if user not in asked):
                 source = jobs[user].stored[0].record.source
                 with acting_as(self.accounts[user]):
-                    alone = not has_dispatcher(directory_of(source), self.store(user), source)
+                    alone = dispatcher_of(directory_of(source), self.store(user), source) is None
                 # What was read above may have come to its end since.
                 if alone and self.is_at_rest() and not all_over(self.read()[user]):
                     asked.add(user)

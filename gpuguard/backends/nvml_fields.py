@@ -38,6 +38,7 @@ from gpuguard.model import (
     PROCESSES,
     GpuProcess,
 )
+from gpuguard.units import format_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -115,17 +116,6 @@ def bits(words: Collection[int]) -> list[int]:
     return [64 * number + bit for number, word in enumerate(words) for bit in range(64) if word >> bit & 1]
 
 
-def number_ranges(numbers: list[int]) -> str | None:
-    """Write numbers as ranges: [0, 1, 2, 8] -> "0-2,8"; None if there are none."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts) or None
-
-
 def throttle_reasons(mask: int) -> tuple[str, ...]:
     """Name the set bits; a bit that is newer than this table is named by its number."""
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
@@ -137,7 +127,9 @@ _ROWS = (
     FieldRow("name", ("nvmlDeviceGetName",), keep="fact", brief=True),
     PCI_BUS_ID,
     FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), keep="fact"),
-    FieldRow("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), "fact"),
+    FieldRow(
+        "cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: format_ranges(bits(words)) or None, "fact"
+    ),
     # nvmlDeviceGetNumaNodeId would give the node that the device's own memory forms on Grace.
     FieldRow(
         "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
