@@ -143,7 +143,7 @@ def test_a_gpu_that_is_not_counted_is_unknown_and_not_empty(tmp_path: Path) -> N
     cgroups(tmp_path, {"dmem.current": counted("0000:03:00.0", GIB)})
 
     with pytest.raises(drm.NotTold, match="does not tell it"):
-        dmem.used(str(tmp_path), "0000:04:00.0")
+        dmem.amount("current", str(tmp_path), "0000:04:00.0")
 
 
 def test_the_memory_of_an_integrated_gpu_is_not_counted(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gpuguard.backends.drm import ABSENT, NotTold, listed, number, read, read_or
 from gpuguard.locale.messages import sentence
@@ -39,18 +39,9 @@ def is_counted(root: str, address: str) -> bool:
     return bool(regions(read_or(f"{root_of_cgroups(root)}/dmem.capacity"), address))
 
 
-def total(root: str, address: str) -> int:
-    """Return the bytes of memory of a GPU.  Raises NotTold."""
-    return _sum(read(f"{root_of_cgroups(root)}/dmem.capacity"), address)
-
-
-def used(root: str, address: str) -> int:
-    """Return the bytes of memory of a GPU that are in use by all together.  Raises NotTold."""
-    return _sum(read(f"{root_of_cgroups(root)}/dmem.current"), address)
-
-
-def _sum(text: str, address: str) -> int:
-    amounts = regions(text, address).values()
+def amount(what: Literal["capacity", "current"], root: str, address: str) -> int:
+    """Return the bytes of memory that a GPU has, or that are in use by all together.  Raises NotTold."""
+    amounts = regions(read(f"{root_of_cgroups(root)}/dmem.{what}"), address).values()
     if not amounts:
         raise NotTold(ABSENT)
     return sum(map(number, amounts))

@@ -358,7 +358,7 @@ def _memory_total(view: _View) -> int:
             view.gpu.memory_total = sum(region.total for region in view.regions if region.of_gpu)
     if not view.gpu.memory_total:
         try:
-            view.gpu.memory_total = dmem.total(view.look.root, view.gpu.card.address)
+            view.gpu.memory_total = dmem.amount("capacity", view.look.root, view.gpu.card.address)
         except NotTold:
             raise NotTold(reason) from None
     return view.gpu.memory_total
@@ -372,7 +372,7 @@ def _memory_used(view: _View) -> int:
             return told
     if not view.gpu.integrated:
         with suppress(NotTold):
-            return dmem.used(view.look.root, view.gpu.card.address)
+            return dmem.amount("current", view.look.root, view.gpu.card.address)
     if view.reading.asleep and not (view.clients or view.undescribed):
         # The kernel keeps a GPU awake for each address space of a process: it holds a reference (xe_vm_create()).
         return 0
