@@ -34,7 +34,7 @@ from gpuguard.claims.directory import LockDirectory, daemon_files, remove_if_sam
 from gpuguard.claims.disk_room import why_full
 from gpuguard.claims.records import first_of_each, unfinished_path
 from gpuguard.claims.restrictions import DENIED, denial_of, read_restrictions
-from gpuguard.device_state import claims_readable
+from gpuguard.device_state import claims_readable, grouped
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import decode
@@ -306,12 +306,13 @@ def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reserv
         if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
             remove_leftover(f"{directory.records}/{name}")
     known = {reservation.key: reservation for reservation in reservations}
-    arrivals = _arrivals(directory, names, known, now)
+    came = grouped((key, status.st_ctime) for key, status in _files_of_users(directory, "arrived", names, known))
     for key in {key for key, _status in _files_of_users(directory, "waived", names, known)}:
         reservations.remove(known[key])
         if os.geteuid() in (known[key].maker, 0):
             remove_reservation(directory, known[key])
     seen = _arrivals_seen(directory, reservations, now)
+    arrivals = {key: min(now, max(times)) for key, times in came.items()}
     return reservations, ignored, arrivals if seen is None else seen
 
 
@@ -455,13 +456,6 @@ def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str
         group=None if gid is None else group_name(gid),
         members=() if gid is None else GroupMembers(gid),
     )
-
-
-def _arrivals(directory: LockDirectory, names: Sequence[str], known: Mapping[str, Reservation], now: float) -> Arrivals:
-    arrivals: dict[str, float] = {}
-    for key, status in _files_of_users(directory, "arrived", names, known):
-        arrivals[key] = max(arrivals.get(key, 0.0), min(now, status.st_ctime))
-    return arrivals
 
 
 def _files_of_users(
