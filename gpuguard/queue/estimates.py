@@ -33,7 +33,8 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
     except OSError:
         return None
     for line in lines:
-        try:
+        # A torn line, or one that another program wrote, counts for nothing.
+        with suppress(ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
             event = loads(line)
             claim, kind = event.get("claim"), event["kind"]
             if kind == "claim" and event["outcome"] == "started":
@@ -43,8 +44,6 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
                 if 0 <= seconds < float("inf"):
                     lasted.append(seconds)
                     alike += [seconds] if name == wanted else []
-        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
-            continue  # a torn line, or one that another program wrote
     return estimate(alike or lasted)
 
 
