@@ -71,8 +71,11 @@ class ClaimUpkeep:
             return {}
         if told := self._told.get("room"):
             return {"room": told}
-        words = room_for_records(self._directory).in_words()
-        text = sentence("room.little", "records and tickets have little room left: {room}", room=words)
+        text = sentence(
+            "room.little",
+            "records and tickets have little room left: {room}",
+            room=room_for_records(self._directory).in_words(),
+        )
         return {"room": ("no room", text)}
 
 

@@ -161,15 +161,16 @@ def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
             return False, _NO_ANSWER
         if isinstance(cause, ssl.SSLCertVerificationError):
             # After the comma comes the name that the certificate is not valid for, and that may be the secret.
-            reason = neutralise(cause.verify_message.partition(",")[0])
             return False, sentence(
-                "notify.certificate", "the certificate is not to be trusted: {reason}", reason=reason
+                "notify.certificate",
+                "the certificate is not to be trusted: {reason}",
+                reason=neutralise(cause.verify_message.partition(",")[0]),
             )
-        kind = type(cause).__name__
-        return False, _neutral(cause.strerror or sentence("notify.no_connection", "no connection ({kind})", kind=kind))
+        return False, _neutral(
+            cause.strerror or sentence("notify.no_connection", "no connection ({kind})", kind=type(cause).__name__)
+        )
     except (HTTPException, ValueError, subprocess.SubprocessError) as error:
-        kind = type(error).__name__
-        return False, sentence("notify.nonsense", "the answer makes no sense ({kind})", kind=kind)
+        return False, sentence("notify.nonsense", "the answer makes no sense ({kind})", kind=type(error).__name__)
 
 
 def _neutral(text: str) -> str:
