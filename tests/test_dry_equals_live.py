@@ -180,15 +180,15 @@ def plain(event: Event) -> Event:
 
 
 def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
+    wanted = dict.fromkeys(("terminate about to", "pause about to", "notify done", "terminate refused"), 10)
+    wanted["kill about to"] = 2
     seen: Counter[str] = Counter()
-    for turn in range(1, 5):
+    for turn in range(1, 9):
         seen += differences(people, turn)
-        if seen["kill about to"] > 2:  # the rarest: with some dice it comes once
-            break
+        if all(seen[what] > least for what, least in wanted.items()):  # with some dice the rarest come once in a turn
+            return
 
-    for what in ("terminate about to", "pause about to", "notify done", "terminate refused"):
-        assert seen[what] > 10, seen
-    assert seen["kill about to"] > 2, seen
+    pytest.fail(f"too little happened: {seen}")
 
 
 def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
