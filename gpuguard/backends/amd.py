@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,16 @@ from gpuguard import model
 from gpuguard.backends import GPU_LOST, IS_LOST, SILENT, UNRESPONSIVE, amd_gpus, dmem
 from gpuguard.backends.amd_fields import ROWS, read_link_of_slot, read_memory, read_model, read_problems
 from gpuguard.backends.amd_processes import AmdProcesses
-from gpuguard.backends.drm import CardReading, NotTold, ProcessLists, connections, groups_read, read_or, snapshot_of
+from gpuguard.backends.drm import (
+    CardReading,
+    NotTold,
+    ProcessLists,
+    connections,
+    groups_read,
+    read_or,
+    read_rows,
+    snapshot_of,
+)
 from gpuguard.device_state import idle_limit
 from gpuguard.errors import BackendError
 from gpuguard.locale.messages import sentence
@@ -123,9 +131,7 @@ class Amd:
             read_memory(reading, gpu.files)
         if model.MODEL in fields:
             read_model(reading, gpu.files)
-        for group in [group for group in ROWS if group in fields]:
-            for name, value in ROWS[group].items():
-                reading.set(name, partial(value, gpu.files), wakes=True)
+        read_rows(reading, ROWS, gpu.files)
         if model.PCIE in fields:
             read_link_of_slot(reading, gpu.files)
         if model.HEALTH in fields:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import combinations
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -348,6 +348,14 @@ class CardReading:
         for facts in DEVICE_FIELDS.values():
             if facts.group in self.fields and facts.name not in told and facts.name != "problems":
                 self.gap(facts.name, reason)
+
+
+def read_rows(reading: CardReading, rows: Mapping[str, Mapping[str, Callable[[Any], object]]], source: Any) -> None:
+    """Read the fields in *rows*, by group and name, for which the GPU must be awake, by calling each with *source*."""
+    for group, fields in rows.items():
+        if group in reading.fields:
+            for name, value in fields.items():
+                reading.set(name, partial(value, source), wakes=True)
 
 
 def read_place(reading: CardReading, card: Card) -> None:

@@ -150,6 +150,7 @@ class Intel:
         for group, reader in _READERS.items():
             if group in look.fields:
                 reader(view)
+        drm.read_rows(view.reading, _ROWS, view)
         view.reading.close()
         if model.HEALTH in look.fields or view.reading.problems:
             view.reading.values["problems"] = tuple(view.reading.problems)
@@ -305,10 +306,6 @@ class _View:
                     shares[client.pid, engine] += 100 * share / engines
         return shares
 
-    def set(self, name: str, value: Callable[[], object]) -> None:
-        """Set a field for which the GPU must be awake."""
-        self.reading.set(name, value, wakes=True)
-
     def sensor(self, kind: str, suffixes: Iterable[str], zero: str = _STANDS) -> tuple[str, int]:
         """Read the first value of a sensor of this *kind*, and return its file, too; *zero* says what 0 means.
 
@@ -451,11 +448,6 @@ def _read_idle_processes(view: _View) -> None:
         _read_processes(view)
 
 
-def _read_utilization(view: _View) -> None:
-    view.set("utilization", lambda: _utilization(view))
-    view.reading.gap("memory_utilization")
-
-
 def _utilization(view: _View) -> float:
     """Return the load of the busiest class of engines; if not all processes can be seen, of all engines together."""
     if not view.look.clients.hidden and any(_engines(tuple(client.values)) for client in view.clients):
@@ -507,13 +499,6 @@ def _read_health(view: _View) -> None:
         view.regions  # noqa: B018  it tells whether the driver has given up the GPU
 
 
-def _read_thermal(view: _View) -> None:
-    view.set("temperature", lambda: _celsius(view, "input"))
-    view.set("temperature_slowdown", lambda: _celsius(view, "crit"))
-    view.set("temperature_shutdown", lambda: _celsius(view, "emergency"))
-    view.set("fan_speed", lambda: _fan_speed(view))
-
-
 def _fan_speed(view: _View) -> float:
     try:
         return view.gpu.sensors.fan_speed()
@@ -526,27 +511,9 @@ def _celsius(view: _View, suffix: str) -> float:
     return view.sensor("temp", (suffix,))[1] / 1000
 
 
-def _read_power(view: _View) -> None:
-    view.set("total_energy", lambda: view.sensor("energy", ("input",))[1] / 1e6)
-    view.set("power_draw", lambda: _power(view))
-    # The limit for a longer time, which is the lower one, or else that for a moment; 0 switches a limit off.
-    view.set("power_limit", lambda: view.sensor("power", ("max", "cap"), zero=_NO_LIMIT)[1] / 1e6)
-
-
 def _power(view: _View) -> float:
     path, microjoules = view.sensor("energy", ("input",))
     return view.gpu.counters.growth(path, view.look.clock, microjoules, view.look.clock) / 1e6
-
-
-def _read_clocks(view: _View) -> None:
-    view.set("clock_sm", lambda: _clock(view, "act"))
-    view.set("clock_sm_max", lambda: _clock(view, "rp0"))
-    view.set("throttle_reasons", lambda: _throttle_reasons(view.gpu.card))
-
-
-def _read_media(view: _View) -> None:
-    view.set("clock_graphics", lambda: _clock(view, "act"))
-    view.set("clock_video", lambda: _clock(view, "act", media=True))
 
 
 def _clock(view: _View, which: str, *, media: bool = False) -> int:
@@ -597,12 +564,33 @@ _READERS: Mapping[str, Callable[[_View], None]] = {
     model.MEMORY: _read_memory,  # the first: the list of processes is compared with it
     model.PROCESSES: _read_processes,
     model.IDLE_PROCESSES: _read_idle_processes,
-    model.UTILIZATION: _read_utilization,
     model.HEALTH: _read_health,
     model.MODEL: _read_model,
-    model.THERMAL: _read_thermal,
-    model.POWER: _read_power,
-    model.CLOCKS: _read_clocks,
-    model.MEDIA: _read_media,
     model.PCIE: _read_pcie,
+}
+
+# The fields of a group that are gaps while the GPU sleeps, and how each of them is read.
+_ROWS: Mapping[str, Mapping[str, Callable[[_View], object]]] = {
+    model.UTILIZATION: {"utilization": _utilization},
+    model.THERMAL: {
+        "temperature": lambda view: _celsius(view, "input"),
+        "temperature_slowdown": lambda view: _celsius(view, "crit"),
+        "temperature_shutdown": lambda view: _celsius(view, "emergency"),
+        "fan_speed": _fan_speed,
+    },
+    model.POWER: {
+        "total_energy": lambda view: view.sensor("energy", ("input",))[1] / 1e6,
+        "power_draw": _power,
+        # The limit for a longer time, which is the lower one, or else that for a moment; 0 switches a limit off.
+        "power_limit": lambda view: view.sensor("power", ("max", "cap"), zero=_NO_LIMIT)[1] / 1e6,
+    },
+    model.CLOCKS: {
+        "clock_sm": lambda view: _clock(view, "act"),
+        "clock_sm_max": lambda view: _clock(view, "rp0"),
+        "throttle_reasons": lambda view: _throttle_reasons(view.gpu.card),
+    },
+    model.MEDIA: {
+        "clock_graphics": lambda view: _clock(view, "act"),
+        "clock_video": lambda view: _clock(view, "act", media=True),
+    },
 }
