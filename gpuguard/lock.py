@@ -394,17 +394,15 @@ class Allocator:
             held.clear()  # join() has released them
 
     def _lock_device(self, request: Request, device: Device, taken: dict[str, str], held: HeldLocks) -> bool:
-        if device.uuid in held:
-            return True
-        try:
-            locks = lock_parts(self.directory, device, request, self.outer)
-        except LockDirectoryError as error:
-            taken[device.uuid] = str(error)
-            return False
-        if locks is None:
-            return False
-        held[device.uuid] = locks
-        return True
+        if device.uuid not in held:
+            try:
+                locks = lock_parts(self.directory, device, request, self.outer)
+            except LockDirectoryError as error:
+                taken[device.uuid] = str(error)
+                locks = None
+            if locks is not None:
+                held[device.uuid] = locks
+        return device.uuid in held
 
     def _may_be_divided(self, device: Device) -> bool:
         """Return whether *device* may be locked only because one of its instances, not read yet, is claimed."""

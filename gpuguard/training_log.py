@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend, default_backend
-from gpuguard.backends.client import open_worker
+from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.clusters.device_variables import groups_needed, outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.host import HostNumbers, members_of
@@ -27,7 +27,6 @@ from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, TH
 from gpuguard.vendors import names_instance
 
 if TYPE_CHECKING:
-    from gpuguard.backends.client import WorkerBackend
     from gpuguard.backends.merged import MergedBackend
 
 FIELDS = frozenset({MEMORY, UTILIZATION, THERMAL, POWER, PROCESSES, PROCESS_DETAILS})

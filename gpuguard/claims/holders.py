@@ -16,11 +16,12 @@ import errno
 import os
 import subprocess
 from _thread import allocate_lock
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gpuguard import procfs
 from gpuguard.backends import spawn
@@ -30,9 +31,6 @@ from gpuguard.procfs import charge, in_first_pid_namespace, in_time, owed_by, st
 from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-    from typing import NoReturn
-
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
@@ -293,15 +291,13 @@ def holders_answer() -> NoReturn:
         until, took = monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
         whole = True
-        try:
+        with suppress(OSError):  # it has ended
             for number in os.listdir(f"/proc/{pid}/fdinfo"):
                 if monotonic() > until:
                     whole = False
                     break
                 if inode := locked_inode(pid, number):
                     found.append((int(number), inode))
-        except OSError:  # it has ended
-            pass
         spawn.send(1, (found, took(), whole))
     os._exit(0)
 
