@@ -252,12 +252,10 @@ class _Planner:
 
     def start_all(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
         """Let all tickets start that can start now, and return their planned starts by id."""
-        starting: dict[str, PlannedStart] = {}
         left = list(waiting)
-        while chosen := self.next_to_start(left):
-            ticket, starting[chosen[0].id] = chosen
-            left = _without(left, ticket)
-        return starting
+        while started := self.next_to_start(left):
+            left = _without(left, started)
+        return {ticket.id: planned for ticket, planned in self.starting}
 
     def estimated(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
         """The planned starts if each ticket starts once there is room and takes as long as earlier jobs."""
@@ -354,7 +352,7 @@ class _Planner:
         ]
         return _Alternative(request, fit, free_at)
 
-    def next_to_start(self, waiting: Sequence[Ticket]) -> tuple[Ticket, PlannedStart] | None:
+    def next_to_start(self, waiting: Sequence[Ticket]) -> Ticket | None:
         """Return the next ticket that starts now, or None.  It counts as started from here on."""
         self.held_back = {}
         fits = self._fitting_now(waiting)
@@ -427,11 +425,11 @@ class _Planner:
 
         return sorted((one for one in waiting if not fitting.isdisjoint(map(id, self.alternatives(one)))), key=rank)
 
-    def _start(self, ticket: Ticket, planned: PlannedStart) -> tuple[Ticket, PlannedStart]:
+    def _start(self, ticket: Ticket, planned: PlannedStart) -> Ticket:
         self.occupy(self.busy, ticket, planned)
         self.starting.append((ticket, planned))
         self.started.append(self._starting(ticket, planned))
-        return ticket, planned
+        return ticket
 
     def _in_circle(self, ticket_id: str) -> bool:
         """Return whether a ticket is held back for one that is held back for it, directly or through others."""
