@@ -57,7 +57,7 @@ from gpuguard.model import (
     Device,
     Snapshot,
 )
-from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
+from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_needed_by_all, fields_to_verify
 from gpuguard.select import Choice, choose, claimed_by, not_enough, unread_devices, unread_vendor, waiting_error
 from gpuguard.vendors import VENDORS
 
@@ -422,7 +422,7 @@ class Allocator:
         that it is busy.
         """
         requests = list(self.requests)
-        fields = self._fields_of(requests) | (frozenset({IDLE_PROCESSES}) if list_processes else frozenset())
+        fields = fields_needed_by_all(*requests) | (frozenset({IDLE_PROCESSES}) if list_processes else frozenset())
         snapshot = self.backend.sample(fields)
         unknown = any(device.memory_used is None and not device.problems for device in snapshot.devices)
         if unknown and not list_processes:
@@ -447,7 +447,7 @@ class Allocator:
         if within is not None:
             requests = [replace(request, within=within, within_reason=reason) for request in requests]
         requests = [self._lockable(request, snapshot) for request in requests]
-        if not (needed := self._fields_of(requests)) <= fields:
+        if not (needed := fields_needed_by_all(*requests)) <= fields:
             snapshot = self.backend.sample(needed | fields)
         self._refuse_unread(requests, snapshot)
         return requests, snapshot
@@ -493,9 +493,6 @@ class Allocator:
         text = fault if len(faults) == 1 else several.format(count=len(faults), fault=fault)
         reason = reason if text in reason else all_of(filter(None, (reason, text)))  # each once
         return replace(request, within=left, within_reason=reason)
-
-    def _fields_of(self, requests: Sequence[Request]) -> frozenset[str]:
-        return frozenset().union(*(fields_needed(request) for request in requests))
 
     def _verify(self, request: Request, snapshot: Snapshot, uuids: Sequence[str], taken: dict[str, str]) -> Snapshot:
         """Return *snapshot* with the devices *uuids* read again; one that the driver shows no more counts as taken."""

@@ -178,6 +178,11 @@ def fields_needed(request: Request) -> frozenset[str]:
     return base | {group for group, needed in wanted.items() if needed}
 
 
+def fields_needed_by_all(*requests: Request) -> frozenset[str]:
+    """Return the field groups that fields_needed() says of any of *requests*."""
+    return frozenset().union(*map(fields_needed, requests))
+
+
 def fields_to_verify(request: Request) -> frozenset[str]:
     """Return the field groups that must be read once more for the winners before they are taken.
 

@@ -43,7 +43,7 @@ from gpuguard.queue.waiter import (
     WaitingRequest,
     wait_until_over,
 )
-from gpuguard.request import Request
+from gpuguard.request import Request, fields_needed
 
 UUID = a_uuid(0)
 LEADER = 4242  # the pid of another process that leads
@@ -904,7 +904,7 @@ def test_a_directory_that_takes_no_ticket_is_told(directory, monkeypatch):
 
 def test_a_leader_reads_what_the_requests_of_all_need_and_keeps_to_that(requester):
     before = requester.read(requester.directory, a_snapshot(), rules=RULES)
-    needed = waiting.fields_needed(Request()) | {MEMORY, PROCESSES}
+    needed = fields_needed(Request()) | {MEMORY, PROCESSES}
     requester.behind(Request())
     queue = requester.waiting._sample_for_all(before, False)
     assert (queue.positions, queue.snapshot.host) == (tuple(requester.others), "with the reserved instances")

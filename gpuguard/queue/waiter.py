@@ -63,7 +63,7 @@ from gpuguard.queue.tickets import (
     tickets_of_process,
     wake,
 )
-from gpuguard.request import Request, fields_needed
+from gpuguard.request import Request, fields_needed_by_all
 from gpuguard.select import waiting_error
 
 NEW_LEADER = b"l"
@@ -120,7 +120,7 @@ class WaitingRequest:
         is_unsure = self._was_woken or self.waiter is None
         # Read the fields that requests before this one depend on, or it could pass them.  Reservations need them as
         # well: one that seems to have room on a broken or a divided device would lose its own devices.
-        is_blind = not needed <= _fields_of_all(requests) or bool(answer.queue.facts.reservations)
+        is_blind = not needed <= fields_needed_by_all(*requests) or bool(answer.queue.facts.reservations)
         if self._could_start or (is_blind if answer.startable else is_unsure):
             answer = self._check(self._with_health(snapshot, needed), requests, mine)
         self._could_start, self._was_woken = bool(answer.startable), False
@@ -216,11 +216,7 @@ class WaitingRequest:
 
 def _fields_of(queue: QueueState) -> frozenset[str]:
     """Return the field groups that are needed to plan all requests of *queue*."""
-    return _fields_of_all([request for position in queue.positions for request in position.ticket.requests])
-
-
-def _fields_of_all(requests: Sequence[Request]) -> frozenset[str]:
-    return frozenset().union(*map(fields_needed, requests))
+    return fields_needed_by_all(*[request for position in queue.positions for request in position.ticket.requests])
 
 
 @dataclass(frozen=True)
