@@ -271,8 +271,7 @@ class Allocator:
         lost = {device.uuid for device in snapshot.devices if device.parent_uuid in claimed}
         taken = {uuid: why for uuid, why in taken.items() if uuid not in lost}
         taken |= claimed | self._restricted(snapshot)
-        choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
-        return snapshot, choice
+        return snapshot, choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
 
     def _wait_for_claim(self, *, may_wait: bool) -> Claim:
         """Return the claim as soon as a request can be met; join the queue once it is known that a request waits."""

@@ -181,8 +181,11 @@ class JobLimits:
         own, texts = self._with_assumed(snapshot, self._own(snapshot, family), family, pid)
         judgement = engine.evaluate(own, self.policies, self._memory, interval=interval)
         last = {policy.name: len(policy.steps) - 1 for policy in self.policies}
-        due = [verdict for verdict in judgement.verdicts if verdict.step == last[verdict.policy]]
-        due = [verdict for verdict in due if verdict.policy != "memory"]
+        due = [
+            verdict
+            for verdict in judgement.verdicts
+            if verdict.policy != "memory" and verdict.step == last[verdict.policy]
+        ]
         return LimitFinding(
             blind=(*texts, *self._blind(own)),
             reached=self._reached(due[0]) if due else None,
@@ -274,8 +277,9 @@ class JobLimits:
             hold = next(policy.hold for policy in self.policies if policy.name == verdict.policy)
             why = sentence("job.why_for", "{why}, for {time}", why=why, time=format_duration(hold))
         pids = tuple(process.pid for process in verdict.finding.processes)
-        text = sentence("job.over_limit", "{why} (--{limit})", why=why, limit=verdict.policy)
-        return ReachedLimit(verdict.policy, text, pids)
+        return ReachedLimit(
+            verdict.policy, sentence("job.over_limit", "{why} (--{limit})", why=why, limit=verdict.policy), pids
+        )
 
     def _blind(self, own: Snapshot) -> list[str]:
         """Warn of limits that cannot be kept because the driver told too little in two samples in a row."""

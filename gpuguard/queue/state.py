@@ -178,8 +178,16 @@ def queue_state(
             continue
         starting = [position.ticket for position in positions if position.now]
         if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
-            positioned = tuple(positions), tuple(ignored)
-            return QueueState(*positioned, snapshot, facts, now, frozenset(unresponsive), rules.bound, sharing)
+            return QueueState(
+                tuple(positions),
+                tuple(ignored),
+                snapshot,
+                facts,
+                now,
+                unresponsive=frozenset(unresponsive),
+                bound=rules.bound,
+                sharing=sharing,
+            )
         # If one does not respond, many may not, because the script that started them all may have been stopped.
         for ticket in tickets:
             if ticket.id != own and not is_responsive(directory, ticket):
