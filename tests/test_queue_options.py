@@ -15,7 +15,7 @@ from gpuguard.cli import build_parser
 from gpuguard.cli.options import Parser, add_choice_options, request_of
 from gpuguard.cli.run import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest, LockDirectoryError
-from gpuguard.queue import tickets, waiter
+from gpuguard.queue import leader, tickets, waiter
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request, spelled
@@ -154,14 +154,14 @@ def test_a_process_that_has_ended_and_was_not_collected_has_ended(follow):
 
 def test_a_claim_that_ends_while_it_is_looked_at_is_over(directory, follow, monkeypatch):
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
-        real = waiter.DirectoryWatch
+        real = leader.DirectoryWatch
 
         def ends_first(path):
             holder.child.kill()
             holder.child.wait()
             return real(path)
 
-        monkeypatch.setattr(waiter, "DirectoryWatch", ends_first)
+        monkeypatch.setattr(leader, "DirectoryWatch", ends_first)
 
         assert follow("abcd1111") == []
 
@@ -170,7 +170,7 @@ def test_without_inotify_the_end_of_a_holder_that_is_killed_is_heard(directory, 
     def none_left(path):
         raise OSError("no more instances")
 
-    monkeypatch.setattr(waiter, "DirectoryWatch", none_left)
+    monkeypatch.setattr(leader, "DirectoryWatch", none_left)
     monkeypatch.setattr(waiter, "POLL_SECONDS", 0.05)
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
         told, ticket = [], new_ticket([Request()])

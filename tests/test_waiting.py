@@ -964,7 +964,7 @@ class After:
         patch.setattr(waiting, "wait_for", self.wait_for)
         patch.setattr(waiting, "read_records", lambda directory: [self.records[0]])
         patch.setattr(waiting, "read_record", self.read_record)
-        patch.setattr(waiting, "DirectoryWatch", self.watch)
+        patch.setattr(leading, "DirectoryWatch", self.watch)
 
     def read_record(self, directory: Any, uid: int, name: str) -> Any:
         assert directory is self.directory and (uid, name) == (1001, "abcd1234")

@@ -83,6 +83,13 @@ class DirectoryWatch:
         os.close(self.descriptor)
 
 
+def watch_if_possible(path: str) -> DirectoryWatch | None:
+    """Return a watch of a directory, or None if the kernel gives this user no further one: then look now and then."""
+    with suppress(OSError):
+        return DirectoryWatch(path)
+    return None
+
+
 class ProcessWatch:
     """Waits for the end of processes of any user."""
 
@@ -125,9 +132,7 @@ class Leader:
     def __init__(self, directory: LockDirectory, uuids: Sequence[str], read: Callable[[bool], QueueState]) -> None:
         self._directory, self._uuids, self._read = directory, tuple(uuids), read
         self._processes = ProcessWatch()  # for those without a claim
-        self._watch: DirectoryWatch | None = None
-        with suppress(OSError):  # no watch is left, so the files are checked now and then
-            self._watch = DirectoryWatch(directory.records)
+        self._watch = watch_if_possible(directory.records)
         self._tickets: frozenset[str] = frozenset()  # names of their files, if there is no watch
         self._locked: frozenset[str] = frozenset()  # names of the locks that were held before the last sample
         self._startable: list[Ticket] = []  # the tickets that could start at the last sample

@@ -44,9 +44,9 @@ from gpuguard.queue.leader import (
     CHECK_SECONDS,
     MAY_START,
     POLL_SECONDS,
-    DirectoryWatch,
     Leader,
     ProcessWatch,
+    watch_if_possible,
 )
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reasons import brief_text, kept_for_others, position_text
@@ -557,10 +557,9 @@ def _wait_for_claim(
     after = sentence("queue.after_claim", "waits until {user}'s claim {id} has ended", user=claim.user, id=claim.id)
     file = os.path.basename(record_path(directory, claim.uid, claim.id))
     checks: list[float] = []
-    watch: DirectoryWatch | None = None
+    watch = watch_if_possible(directory.records)
     with ExitStack() as stack:
-        with suppress(OSError):  # no watch is left, so the claim is checked now and then
-            watch = DirectoryWatch(directory.records)
+        if watch:
             stack.callback(watch.close)
         stack.callback(_visible_ticket(directory, ticket, after).withdraw)
         while _lives(directory, claim):

@@ -16,7 +16,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from gpuguard import files
 from gpuguard.batch.dispatchers import start_missing
@@ -179,11 +178,9 @@ def _wait_options(parser: argparse.ArgumentParser) -> None:
 def wait_for(store: JobStore, ids: Sequence[int], seconds: float | None = None, *, any_of: bool = False) -> int:
     """Wait until jobs have ended; return the first exit code but 0, 124 if it takes too long, or 125 for lost."""
     until = None if seconds is None else time.monotonic() + seconds
-    from gpuguard.queue.leader import DirectoryWatch  # 20 ms, for those that wait
+    from gpuguard.queue.leader import watch_if_possible  # 20 ms, for those that wait
 
-    watch = None
-    with suppress(OSError):  # the kernel has no watch left for this user
-        watch = DirectoryWatch(store.place)
+    watch = watch_if_possible(store.place)
     while True:
         jobs = read_jobs(store, ids=ids)
         ended = [job for job in ids if all_ended(jobs.states.get(job, []))]

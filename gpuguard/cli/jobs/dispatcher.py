@@ -36,7 +36,7 @@ from gpuguard.jobs import isolation, limits, surroundings  # noqa: F401  (gpugua
 from gpuguard.locale import _, translated
 from gpuguard.lock import Allocator
 from gpuguard.procfs import boot_id
-from gpuguard.queue.leader import DirectoryWatch
+from gpuguard.queue.leader import watch_if_possible
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
 
@@ -75,9 +75,7 @@ class Dispatcher:
         self.until: float | None = None  # unix time at which they may mean something else by themselves
         self.public = PublicJobs()  # what was written last
         self.complaint = ""  # the last one in our log
-        self.watch: DirectoryWatch | None = None
-        with suppress(OSError):
-            self.watch = DirectoryWatch(store.place)
+        self.watch = watch_if_possible(store.place)
 
     def run(self) -> None:
         """Start jobs until none waits any more, unless another dispatcher does so."""
