@@ -38,7 +38,6 @@ from gpuguard.model import (
     PROCESSES,
     GpuProcess,
 )
-from gpuguard.units import format_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -116,6 +115,13 @@ def bits(words: Collection[int]) -> list[int]:
     return [64 * number + bit for number, word in enumerate(words) for bit in range(64) if word >> bit & 1]
 
 
+def cpu_ranges(words: Collection[int]) -> str | None:
+    """Return the set bits as ranges: "0-2,8"; None if there are none."""
+    from gpuguard.units import format_ranges  # 1 ms, and the start of a job asks for no CPUs
+
+    return format_ranges(bits(words)) or None
+
+
 def throttle_reasons(mask: int) -> tuple[str, ...]:
     """Name the set bits; a bit that is newer than this table is named by its number."""
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
@@ -127,9 +133,7 @@ _ROWS = (
     FieldRow("name", ("nvmlDeviceGetName",), keep="fact", brief=True),
     PCI_BUS_ID,
     FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), keep="fact"),
-    FieldRow(
-        "cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: format_ranges(bits(words)) or None, "fact"
-    ),
+    FieldRow("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), cpu_ranges, "fact"),
     # nvmlDeviceGetNumaNodeId would give the node that the device's own memory forms on Grace.
     FieldRow(
         "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), "fact"
