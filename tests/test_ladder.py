@@ -423,11 +423,15 @@ def weeks(place: Path, examples: int) -> Counter[str]:
 
 
 def test_who_was_stopped_goes_on_and_the_log_alone_tells_what_happened_to_whom(tmp_path: Path) -> None:
-    done = weeks(tmp_path, 220 if NUMBER else 20)  # 10,000 steps in a campaign
+    wanted = [f"{deed} about to" for deed in (SIGNALS.values() if NUMBER else ("pause", "terminate"))]
+    done: Counter[str] = Counter()
+    for _ in range(4):
+        done += weeks(tmp_path, 220 if NUMBER else 20)  # 10,000 steps in a campaign
+        if all(done[line] > 5 for line in wanted):  # with some dice a deed comes seldom
+            break
 
     print(f"{done['steps']} steps: {', '.join(f'{line} {number}' for line, number in done.most_common())}")
-    for deed in SIGNALS.values() if NUMBER else ("pause", "terminate"):
-        assert done[f"{deed} about to"] > 5, done
+    assert all(done[line] > 5 for line in wanted), done
 
 
 PLANTED = {
