@@ -62,6 +62,7 @@ from gpuguard.units import (
     format_count,
     format_duration,
     format_energy,
+    format_ranges,
     format_rounded,
     local_time,
     parse_bytes,
@@ -208,6 +209,11 @@ def test_a_size_that_is_spelled_exactly_is_read_back_as_the_same(count):
 @pytest.mark.parametrize("text", ["20.0GiB", "30GB", "1.5TB", "500MB", "512MiB", "80.1GiB", "0B"])
 def test_a_size_comes_back_as_it_was_typed(text):
     assert format_bytes_exactly(parse_bytes(text)) == text.replace("1.5TB", "1500GB")
+
+
+@pytest.mark.parametrize(("numbers", "text"), [((), ""), ((3,), "3"), ((8, 0, 1, 2), "0-2,8"), ((1, 3), "1,3")])
+def test_numbers_that_follow_each_other_are_one_range(numbers, text):
+    assert format_ranges(numbers) == text
 
 
 @given(st.integers(2**20, 999 * 2**30))
