@@ -36,6 +36,7 @@ from gpuguard.jobs import isolation, limits, surroundings  # noqa: F401  (gpugua
 from gpuguard.locale import _, translated
 from gpuguard.lock import Allocator
 from gpuguard.procfs import boot_id
+from gpuguard.queue import waiter  # noqa: F401  (the first job that waits may do so after an upgrade)
 from gpuguard.queue.leader import watch_if_possible
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
