@@ -27,7 +27,7 @@ from gpuguard.jsonio import decode, loads
 from gpuguard.locale import _
 from gpuguard.locale.messages import Sentence, dumps, sentence
 from gpuguard.model import DESKTOP_MEMORY, MOST_DESKTOP_MEMORY, WHO_FIELDS, ClaimRecord, Gap, Snapshot
-from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.procfs import in_first_pid_namespace, start_time
 from gpuguard.users import user_name
 from gpuguard.vendors import NVIDIA
 
@@ -250,7 +250,8 @@ def _is_locked(path: str) -> bool:
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
     """Publish *snapshot* with its claims, whole; the next one comes in *interval* seconds.  Raises OSError."""
-    content: dict[str, Any] = {"schema": 1, "interval_seconds": interval}
+    pid = os.getpid()
+    content: dict[str, Any] = {"schema": 1, "daemon": [pid, start_time(pid)], "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
         encoded = dumps(content, separators=(",", ":"))
@@ -264,10 +265,10 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
     read = _last_state(directory)
     if read is None:
         return None
-    snapshot, interval = read
+    snapshot, content, interval = read
     if not 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval or snapshot.simulated != simulated:
         return None
-    return snapshot if daemon_lives(directory) else None
+    return snapshot if _runs(content.get("daemon")) or daemon_lives(directory) else None
 
 
 def read_last_state(directory: LockDirectory, clock: float, now: float) -> Snapshot | None:
@@ -279,11 +280,11 @@ def read_last_state(directory: LockDirectory, clock: float, now: float) -> Snaps
     return last if last and abs(last.taken_at - last.clock - (now - clock)) < SAME_BOOT_SECONDS else None
 
 
-def _last_state(directory: LockDirectory) -> tuple[Snapshot, float] | None:
+def _last_state(directory: LockDirectory) -> tuple[Snapshot, dict[str, Any], float] | None:
     try:
         files = daemon_files(directory)
         content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))
-        return decode_snapshot(content["snapshot"]), float(content["interval_seconds"])
+        return decode_snapshot(content["snapshot"]), content, float(content["interval_seconds"])
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
         return None  # it is of another version, or something other than us tore it
 
@@ -310,6 +311,13 @@ def decode_snapshot(packed: dict[str, Any]) -> Snapshot:
     """Decode a published snapshot.  Raises ValueError, TypeError, KeyError or AttributeError if it is none."""
     gaps = [dict(zip(("device", "field", "reason"), gap, strict=True)) for gap in packed["gaps"]]
     return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)
+
+
+def _runs(process: Any) -> bool:
+    """Whether the process [pid, start time] visibly runs; /proc/locks would tell this as well, but takes longer."""
+    if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
+        return False
+    return process[1] is not None and start_time(process[0]) == process[1]
 
 
 def _processes_are_hidden() -> bool:

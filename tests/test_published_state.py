@@ -1,5 +1,6 @@
 """state.json: what the daemon saw, for all users, as long as the daemon lives and what it saw is fresh."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +48,24 @@ def test_what_was_written_is_read_again_while_it_is_fresh_and_of_this_boot(direc
     assert seen(directory, simulated=False) is None, "a simulated node is never shown as the real one"
 
 
-def test_the_state_of_a_dead_daemon_is_not_believed(directory):
+def written_by(directory: LockDirectory, who: object) -> None:
+    """Let the state say that another process has written it."""
+    path = Path(directory.path) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"daemon": who}))
+
+
+@pytest.mark.parametrize("who", [[2**22, 1.0], None])
+def test_a_process_that_cannot_see_the_daemon_asks_the_kernel_for_its_lock(directory, written, who):
+    written_by(directory, who)
+
+    assert seen(directory) == A_SNAPSHOT
+
+
+@pytest.mark.parametrize("who", [[2**22, 1.0], [os.getpid(), 1.0], [os.getpid(), None], [None, 1.0], [], "x", None])
+def test_the_state_of_a_dead_daemon_is_not_believed(directory, who):
     descriptor = source.lock_daemon(directory)
     source.write_state(directory, A_SNAPSHOT, 10.0)
+    written_by(directory, who)
     os.close(descriptor)
 
     assert seen(directory) is None
