@@ -45,7 +45,8 @@ def main() -> NoReturn:
 
 def _daemon_publishes(options: list[str]) -> bool:
     directory = _option(options, "--dir") or os.environ.get("GPUGUARD_DIR") or "/run/gpuguard"
-    return os.path.exists(os.path.join(directory, "daemon", "state.json"))
+    # A directory of root's for all users has a folder for the daemon, any other one has its files beside the claims.
+    return any(os.path.exists(os.path.join(directory, folder, "state.json")) for folder in ("daemon", ""))
 
 
 def _option(options: list[str], name: str) -> str:

@@ -554,6 +554,7 @@ def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path
         ("select --backend", ["nvml"]),
         ("who", ["nvml"]),
         ("who --dir {published}", []),
+        ("who --dir {published}/own", []),
         ("who --hosts a,b", []),
         ("select -n 2 --hosts-file=here", []),
         ("events", []),
@@ -561,8 +562,9 @@ def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path
     ],
 )
 def test_the_worker_of_a_command_is_started_before_its_modules_are_loaded(tmp_path, monkeypatch, line, started):
-    (tmp_path / "daemon").mkdir()
-    (tmp_path / "daemon" / "state.json").touch()
+    for folder in (tmp_path / "daemon", tmp_path / "own"):
+        folder.mkdir()
+        (folder / "state.json").touch()
     names: list[str] = []
     monkeypatch.setattr(spawn, "start_early", lambda name, serve: names.append(name))
     monkeypatch.setattr(cli, "main", lambda: None)
