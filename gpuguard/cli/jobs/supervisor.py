@@ -35,7 +35,6 @@ def supervise(
     waited: float,
 ) -> int:
     """Run one attempt of a task on *claim*, which this process takes over, and write down how it ends."""
-
     args, causes = job.args, list[EndCause | None]()
 
     def write_end(status: int, why: str | None, cause: EndCause | None = None) -> None:
@@ -49,14 +48,8 @@ def supervise(
         _redirect(store.log_path(record.id, state.task, state.attempt))
         # The record comes before the check: what is cancelled after the check is ended by the process that it names.
         name = f"{record.id}.{state.task}" if len(record.tasks) > 1 else str(record.id)
-        details = JobDetails(
-            args.note,
-            job.command,
-            job.time_limit,
-            waited=waited,
-            job=name,
-            requeue=state.requeues < record.requeue,
-        )
+        requeue = state.requeues < record.requeue
+        details = JobDetails(args.note, job.command, job.time_limit, waited=waited, job=name, requeue=requeue)
         claim.write_record(directory, details)
         if _was_changed(store, record, state):
             store.append(record.id, _event(WITHDRAW, state))
