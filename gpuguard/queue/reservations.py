@@ -235,47 +235,34 @@ def _not_allowed(
 
 def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
     """Return why a user may not have this one with *before* devices in earlier ones, or "" if they may."""
-    gpus = nsentence("count.gpus", "{number} GPU", "{number} GPUs", keys.devices)
-    are_too_many = before + reservation.num_gpus > keys.devices
-    reasons = (
-        (
-            are_too_many and not keys.devices,
-            sentence("reservation.none", "users may reserve no GPUs at a time here, all their reservations together"),
-        ),
-        (
-            are_too_many and before,
-            sentence(
+    if before + reservation.num_gpus > keys.devices:
+        if not keys.devices:
+            return sentence(
+                "reservation.none", "users may reserve no GPUs at a time here, all their reservations together"
+            )
+        gpus = nsentence("count.gpus", "{number} GPU", "{number} GPUs", keys.devices)
+        if before:
+            return sentence(
                 "reservation.most_beside",
                 "users may reserve {gpus} at a time here ({before} of them in earlier ones), all their reservations "
                 "together",
                 gpus=gpus,
                 before=before,
-            ),
-        ),
-        (
-            are_too_many,
-            sentence(
-                "reservation.most",
-                "users may reserve {gpus} at a time here, all their reservations together",
-                gpus=gpus,
-            ),
-        ),
-        (
-            reservation.ends - reservation.begins > keys.longest + 1,
-            sentence(
-                "reservation.longest",
-                "users may reserve for {longest} at most here",
-                longest=format_duration(keys.longest),
-            ),
-        ),
-        (
-            reservation.begins - reservation.made > keys.ahead + 1,
-            sentence(
-                "reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=format_duration(keys.ahead)
-            ),
-        ),
-    )
-    return next((why for applies, why in reasons if applies), "")
+            )
+        return sentence(
+            "reservation.most", "users may reserve {gpus} at a time here, all their reservations together", gpus=gpus
+        )
+    if reservation.ends - reservation.begins > keys.longest + 1:
+        return sentence(
+            "reservation.longest",
+            "users may reserve for {longest} at most here",
+            longest=format_duration(keys.longest),
+        )
+    if reservation.begins - reservation.made > keys.ahead + 1:
+        return sentence(
+            "reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=format_duration(keys.ahead)
+        )
+    return ""
 
 
 def clock_text(when: float, now: float) -> str:
