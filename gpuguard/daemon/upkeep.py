@@ -71,11 +71,8 @@ class ClaimUpkeep:
             return {}
         if told := self._told.get("room"):
             return {"room": told}
-        text = sentence(
-            "room.little",
-            "records and tickets have little room left: {room}",
-            room=room_for_records(self._directory).in_words(),
-        )
+        words = room_for_records(self._directory).in_words()
+        text = sentence("room.little", "records and tickets have little room left: {room}", room=words)
         return {"room": ("no room", text)}
 
 

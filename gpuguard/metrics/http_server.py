@@ -139,12 +139,13 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
+            reason = os.strerror(error.errno or 0)
             raise InvalidRequest(
                 sentence(
                     "metrics.no_port",
                     "{address} cannot be had: {reason}.  Name another port.",
                     address=f"{shown}:{port}",
-                    reason=os.strerror(error.errno or 0),
+                    reason=reason,
                 )
             ) from error
         self.address = f"{shown}:{self.server_address[1]}"

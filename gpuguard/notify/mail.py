@@ -88,16 +88,15 @@ def _send_by_smtp(target: Email, mail: EmailMessage, sender: str, recipients: li
         raise Undelivered(sentence("notify.no_login", "the mail server refuses user and password")) from None
     except smtplib.SMTPResponseException as error:
         # The text of the answer stays out: it can repeat what we said, and that may be the password.
-        raise Undelivered(
-            sentence("notify.mail_code", "the mail server answers {code}", code=int(error.smtp_code))
-        ) from None
+        code = int(error.smtp_code)
+        raise Undelivered(sentence("notify.mail_code", "the mail server answers {code}", code=code)) from None
     except smtplib.SMTPException as error:
         cause = error.__context__
         if isinstance(cause, OSError) and not isinstance(cause, smtplib.SMTPException):
             raise cause from None  # it says what happened to the connection, without a word of the server's
-        raise Undelivered(
-            sentence("notify.mail_nonsense", "the mail server does not play along ({kind})", kind=type(error).__name__)
-        ) from None
+        kind = type(error).__name__
+        why = sentence("notify.mail_nonsense", "the mail server does not play along ({kind})", kind=kind)
+        raise Undelivered(why) from None
     addresses = ", ".join(sorted(refused))
     return sentence("notify.refused", "the mail server refuses {addresses}", addresses=addresses) if refused else None
 

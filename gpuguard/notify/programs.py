@@ -107,9 +107,8 @@ def _identity(user: str) -> tuple[int | None, int | None]:
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
-        raise Undelivered(
-            sentence("notify.no_such_user", "there is no user {user} to run a hook as", user=repr(user))
-        ) from None
+        why = sentence("notify.no_such_user", "there is no user {user} to run a hook as", user=repr(user))
+        raise Undelivered(why) from None
     return entry.pw_uid, entry.pw_gid
 
 

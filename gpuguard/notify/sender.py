@@ -161,16 +161,15 @@ def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
             return False, _NO_ANSWER
         if isinstance(cause, ssl.SSLCertVerificationError):
             # After the comma comes the name that the certificate is not valid for, and that may be the secret.
+            reason = neutralise(cause.verify_message.partition(",")[0])
             return False, sentence(
-                "notify.certificate",
-                "the certificate is not to be trusted: {reason}",
-                reason=neutralise(cause.verify_message.partition(",")[0]),
+                "notify.certificate", "the certificate is not to be trusted: {reason}", reason=reason
             )
-        return False, _neutral(
-            cause.strerror or sentence("notify.no_connection", "no connection ({kind})", kind=type(cause).__name__)
-        )
+        kind = type(cause).__name__
+        return False, _neutral(cause.strerror or sentence("notify.no_connection", "no connection ({kind})", kind=kind))
     except (HTTPException, ValueError, subprocess.SubprocessError) as error:
-        return False, sentence("notify.nonsense", "the answer makes no sense ({kind})", kind=type(error).__name__)
+        kind = type(error).__name__
+        return False, sentence("notify.nonsense", "the answer makes no sense ({kind})", kind=kind)
 
 
 def _neutral(text: str) -> str:

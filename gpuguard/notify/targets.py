@@ -66,11 +66,9 @@ class Secret:
         try:
             text = _read_private_file(self.file) if self.file else os.environ.get(self.env, "")
         except OSError as error:
-            raise Undelivered(
-                sentence(
-                    "secret.unread", "the secret {name} cannot be read: {reason}", name=name, reason=str(error.strerror)
-                )
-            ) from None
+            reason = str(error.strerror)
+            why = sentence("secret.unread", "the secret {name} cannot be read: {reason}", name=name, reason=reason)
+            raise Undelivered(why) from None
         text = text.rstrip("\r\n")
         if not text:
             raise Undelivered(sentence("secret.empty", "the secret {name} is empty or missing", name=name))

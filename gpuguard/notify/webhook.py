@@ -78,7 +78,8 @@ def deliver(target: Webhook, message: Message) -> None:
         post(url, to_json(message), headers, target.timeout, target.ca_file).close()
     except urllib.error.HTTPError as error:
         error.close()
-        raise Undelivered(sentence("notify.web_code", "the web server answers {code}", code=int(error.code))) from None
+        code = int(error.code)
+        raise Undelivered(sentence("notify.web_code", "the web server answers {code}", code=code)) from None
 
 
 def to_json(message: Message) -> bytes:

@@ -108,10 +108,9 @@ def remarks(watch: Watch, width: int | None) -> list[str]:
     if watch.seen < span * 0.995 - 2 * watch.width:
         share = min(99, math.floor(100 * watch.seen / span))
         part = f"{share} %" if share or not watch.seen else _("less than 1 %")
+        seen = format_duration(watch.seen)
         sentences.append(
-            _("The daemon saw {part} of this time ({seen}); of the rest nothing is known.").format(
-                part=part, seen=format_duration(watch.seen)
-            )
+            _("The daemon saw {part} of this time ({seen}); of the rest nothing is known.").format(part=part, seen=seen)
         )
     if width is None:
         return sentences

@@ -60,13 +60,15 @@ def sentences(file: PolicyFile, names: Collection[str] | None = None, switch: st
 
     *names* limits them to these policies.  *switch* says what becomes of an enforced policy, where that is known.
     """
-    yield _("{path}: {count}.").format(path=file.path, count=format_count(len(file.policies), "policy", "policies"))
+    count = format_count(len(file.policies), "policy", "policies")
+    yield _("{path}: {count}.").format(path=file.path, count=count)
     yield _("Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain.")
     yield from _protected(file.protected)
     if any(step.action in DISRUPTIVE for policy in file.policies for step in policy.steps):
+        more = format_duration(INTERACTIVE_SECONDS)
         yield _(
             "What is on a terminal, a notebook or being debugged has {time} more before it is ended or stopped."
-        ).format(time=format_duration(INTERACTIVE_SECONDS))
+        ).format(time=more)
     if file.longest_keep:
         yield _(
             "`gpuguard keep` of a user spares what is theirs for {longest} at once, each process and claim for at most "

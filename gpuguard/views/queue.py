@@ -94,29 +94,18 @@ def state(status: ReservationStatus, now: float) -> str:
     if status.why_not:
         return sentence("reservation.does_not_count", "does not count: {why_not}", why_not=status.why_not)
     if status.over and status.no_show_at is not None:
-        return sentence(
-            "reservation.over",
-            "over: {user} had no claim by {time}",
-            user=reservation.whose,
-            time=clock_text(status.no_show_at, now),
-        )
+        time = clock_text(status.no_show_at, now)
+        return sentence("reservation.over", "over: {user} had no claim by {time}", user=reservation.whose, time=time)
     if reservation.begins > now:
-        return sentence(
-            "reservation.begins", "begins in {begins}", begins=format_duration(round(reservation.begins - now))
-        )
+        begins = format_duration(round(reservation.begins - now))
+        return sentence("reservation.begins", "begins in {begins}", begins=begins)
     if status.no_show_at is not None and status.no_show_at < reservation.ends:
+        time = clock_text(status.no_show_at, now)
         return sentence(
-            "reservation.ends_unless",
-            "over at {time} unless {user} comes",
-            time=clock_text(status.no_show_at, now),
-            user=reservation.whose,
+            "reservation.ends_unless", "over at {time} unless {user} comes", time=time, user=reservation.whose
         )
-    return sentence(
-        "reservation.used",
-        "{used} of {num_gpus} used",
-        used=min(reservation.num_gpus, len(reservation.held)),
-        num_gpus=reservation.num_gpus,
-    )
+    used = min(reservation.num_gpus, len(reservation.held))
+    return sentence("reservation.used", "{used} of {num_gpus} used", used=used, num_gpus=reservation.num_gpus)
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:

@@ -487,13 +487,15 @@ def to_html(report: Report, host: str, now: float, replies: Sequence[HostReply] 
         body += [_("<h2>GPUs</h2>"), _table_html(columns, report.devices), *_courses(report)]
     elif report.by not in FROM_LOG:
         body.append(_("<p>Nothing was seen in this time.</p>"))
+    written = local_time(now)
     body.append(
         _('<p class="faint">Written by gpuguard on {written}.  GPU-hours count each user of a shared GPU.</p>').format(
-            written=local_time(now)
+            written=written
         )
     )
+    language = _("en")
     return (
-        f'<!DOCTYPE html>\n<html lang="{_("en")}">\n<head>\n<meta charset="utf-8">\n'
+        f'<!DOCTYPE html>\n<html lang="{language}">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"

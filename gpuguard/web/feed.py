@@ -439,9 +439,8 @@ def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: lis
         nameless += user.isdecimal()
         shown.append({name: _cut(value) for name, value in row.items()})
     if len(rows) > len(shown):
-        left_out.append(
-            sentence("web.left_out", "{what}: {count} more are not shown", what=what, count=len(rows) - len(shown))
-        )
+        count = len(rows) - len(shown)
+        left_out.append(sentence("web.left_out", "{what}: {count} more are not shown", what=what, count=count))
     return shown
 
 
