@@ -68,12 +68,8 @@ class Room:
     def in_words(self) -> str:
         """Describe the room, as in ``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
         if most := self.who:
-            return sentence(
-                "room.of_user",
-                "{user} has {amounts} there",
-                user=user_name(most.uid),
-                amounts=self._amounts(most.files, most.size),
-            )
+            amounts = self._amounts(most.files, most.size)
+            return sentence("room.of_user", "{user} has {amounts} there", user=user_name(most.uid), amounts=amounts)
         files, size = self.files - self.files_free, self.size - self.size_free
         text = sentence("room.taken", "{amounts} are taken", amounts=self._amounts(files, size))
         files, size = files - sum(usage.files for usage in self.taken), size - sum(usage.size for usage in self.taken)

@@ -153,7 +153,8 @@ def _woken(claim: Claim, woken: int) -> str | None:
     ending = [number for number in signals if number in ENDING]
     if not ending:
         return None
-    return sentence("slurm.holder_ended", "the holder was ended by {signal}", signal=signal.Signals(ending[0]).name)
+    name = signal.Signals(ending[0]).name
+    return sentence("slurm.holder_ended", "the holder was ended by {signal}", signal=name)
 
 
 def claim_of_job(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:

@@ -31,12 +31,8 @@ _AND = " and "  # one of locale.SEPARATORS
 
 def reservation_text(reservation: Reservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
-    return sentence(
-        "queue.kept",
-        "kept for {user}'s reservation {time}",
-        user=reservation.whose,
-        time=_from_or_until(reservation, now),
-    )
+    time = _from_or_until(reservation, now)
+    return sentence("queue.kept", "kept for {user}'s reservation {time}", user=reservation.whose, time=time)
 
 
 def _from_or_until(reservation: Reservation, now: float) -> str:
@@ -140,11 +136,8 @@ def _likely_text(position: QueuePosition, queue: QueueState, brief: bool) -> str
     if position.now:
         return sentence("queue.starts_now", "starts now")
     if position.held_back_by:
-        return sentence(
-            "queue.held_back",
-            "held back: it would delay {request}",
-            request=_held_back_text(position.held_back_by, position, queue),
-        )
+        delayed = _held_back_text(position.held_back_by, position, queue)
+        return sentence("queue.held_back", "held back: it would delay {request}", request=delayed)
     if position.request is None:
         return sentence("queue.no_gpus", "no GPUs for it as things are")
     if not position.devices:
@@ -180,11 +173,12 @@ def _held_back_text(delayed: str, position: QueuePosition, queue: QueueState) ->
             facts = {"user": other.ticket.user, "count": str(other.ticket.num_gpus)}
             text = sentence("queue.came_before", "{user}'s request for {count}, which came before", **facts)
             if other.ticket.since + queue.bound < queue.now:
+                waited = format_duration(round(queue.now - other.ticket.since))
                 text = sentence(
                     "queue.waited",
                     "{user}'s request for {count}, which has waited for {waited}",
                     **facts,
-                    waited=format_duration(round(queue.now - other.ticket.since)),
+                    waited=waited,
                 )
             room = int((other.latest or 0.0) - queue.now) // 60 * 60.0  # whole minutes, as people write them
             if room <= 0:
@@ -231,11 +225,8 @@ def passing_text(position: QueuePosition, queue: QueueState) -> str | None:
         return None
     until = ticket.since + queue.bound
     if until > queue.now:
-        return sentence(
-            "queue.shorter_first",
-            "shorter jobs may start before this one until {time}",
-            time=clock_text(until, queue.now),
-        )
+        time = clock_text(until, queue.now)
+        return sentence("queue.shorter_first", "shorter jobs may start before this one until {time}", time=time)
     return sentence("queue.ending_first", "only jobs that probably end before its GPUs are free start first")
 
 
@@ -254,11 +245,9 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
     """Which device is the last one to be free and how that is known, or "" if it is not known."""
     for kept in queue.facts.reservations:
         if abs(kept.ends - start) < 1.0:
+            time = _from_or_until(kept, queue.now)
             return sentence(
-                "queue.after_reservation",
-                "after the reservation of {user} {time}",
-                user=kept.whose,
-                time=_from_or_until(kept, queue.now),
+                "queue.after_reservation", "after the reservation of {user} {time}", user=kept.whose, time=time
             )
     for uuid in position.devices:
         claim = _claim_on(uuid, queue)
@@ -284,9 +273,8 @@ def _freed_text(position: QueuePosition, start: float, queue: QueueState) -> str
 
 def _unknown_end_text(position: QueuePosition, queue: QueueState) -> str:
     if before := _on_the_same_devices(position, queue):
-        return sentence(
-            "queue.endless_request", "{user}'s request before it has no time limit", user=before.ticket.user
-        )
+        user = before.ticket.user
+        return sentence("queue.endless_request", "{user}'s request before it has no time limit", user=user)
     claimed = {uuid: claim for uuid in position.devices if (claim := _claim_on(uuid, queue))}
     claims = {claim.id: claim for claim in claimed.values()}
     endless = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]

@@ -253,15 +253,11 @@ def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str
             "reservation.most", "users may reserve {gpus} at a time here, all their reservations together", gpus=gpus
         )
     if reservation.ends - reservation.begins > keys.longest + 1:
-        return sentence(
-            "reservation.longest",
-            "users may reserve for {longest} at most here",
-            longest=format_duration(keys.longest),
-        )
+        longest = format_duration(keys.longest)
+        return sentence("reservation.longest", "users may reserve for {longest} at most here", longest=longest)
     if reservation.begins - reservation.made > keys.ahead + 1:
-        return sentence(
-            "reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=format_duration(keys.ahead)
-        )
+        ahead = format_duration(keys.ahead)
+        return sentence("reservation.ahead", "users may reserve {ahead} ahead at most here", ahead=ahead)
     return ""
 
 

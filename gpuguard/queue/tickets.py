@@ -381,9 +381,8 @@ def _read_file(
     except OSError as error:
         if shortage(error):
             raise
-        return IgnoredFile(
-            -1, key[:80], sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
-        )
+        text = sentence("queue.not_read", "it cannot be read: {strerror}", strerror=str(error.strerror))
+        return IgnoredFile(-1, key[:80], text)
     with closed_after(descriptor):
         return read(directory, descriptor, key)
 
@@ -398,9 +397,8 @@ def read_document(
     status = os.fstat(descriptor)
     uid, _dot, number = name.partition(".")
     if uid != str(status.st_uid) or not is_id(number):
-        return IgnoredFile(
-            status.st_uid, name[:80], sentence("queue.not_its_name", "its name is not that of its owner")
-        )
+        text = sentence("queue.not_its_name", "its name is not that of its owner")
+        return IgnoredFile(status.st_uid, name[:80], text)
     try:
         encoded = os.read(descriptor, most_bytes + 1)
         if len(encoded) > most_bytes:
@@ -412,9 +410,8 @@ def read_document(
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         fault = str(error)
         fault = fault[:LONGEST_FAULT] if len(fault) > LONGEST_FAULT else fault  # a slice is no sentence
-        return IgnoredFile(
-            status.st_uid, shown, sentence("queue.not_understood", "it cannot be understood: {error}", error=fault)
-        )
+        text = sentence("queue.not_understood", "it cannot be understood: {error}", error=fault)
+        return IgnoredFile(status.st_uid, shown, text)
 
 
 def _read_ticket(directory: LockDirectory, descriptor: int, ticket_id: str) -> Ticket | IgnoredFile | None:
