@@ -145,9 +145,8 @@ class Usage:
 
     def _first_slot(self, width: int) -> float | None:
         """Unix time at which the oldest slot of that width begins, or None if there is none."""
-        (slot,) = self._execute(
-            f"SELECT MIN(slot) AS oldest FROM ({rows('devices', width)})", -(2**63), 2**63 - 1
-        ).fetchone()
+        oldest = f"SELECT MIN(slot) AS oldest FROM ({rows('devices', width)})"
+        (slot,) = self._execute(oldest, -(2**63), 2**63 - 1).fetchone()
         return None if slot is None else float(slot * width)
 
     def waiting(self, begin: float, end: float) -> dict[int, tuple[float, float]]:
@@ -243,9 +242,8 @@ class Usage:
 
     def _rows(self, kind: str, columns: str, begin: float, end: float, further: str, *values: object) -> sqlite3.Cursor:
         width = self.width(begin)
-        return self._execute(
-            f"SELECT {columns} FROM ({rows(kind, width)}) {further}", *_keys(begin, end, width), *values
-        )
+        query = f"SELECT {columns} FROM ({rows(kind, width)}) {further}"
+        return self._execute(query, *_keys(begin, end, width), *values)
 
     def _execute(self, query: str, *values: object) -> sqlite3.Cursor:
         cursor = self._connection.cursor()
