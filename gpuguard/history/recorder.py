@@ -26,11 +26,13 @@ WRITE_SECONDS = float(WIDTH)  # between two writes of the complete slots; spent(
 REOPEN_SECONDS = 10.0
 SUMS_SHARE = 100  # the windows of quotas are summed so rarely that this takes 1 % of the time at most
 
+Say = Callable[[str], object]
+
 
 class Recorder:
     """The one writer of the usage store at *path*.  It calls *say* once with each thing that an admin should read."""
 
-    def __init__(self, path: str, say: Callable[[str], object]) -> None:
+    def __init__(self, path: str, say: Say) -> None:
         self.path = path
         self.windows: frozenset[float] = frozenset()  # in seconds, those that spent() covers
         self.trouble: str | None = sentence("usage_store.not_open", "it is not open yet")

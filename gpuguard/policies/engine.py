@@ -236,6 +236,7 @@ _AT_ONCE = sentence(
 )
 
 Judged = tuple[list[DueStep], list[Note]]  # of one policy: the steps whose time has come, and notes on all the rest
+Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
 def evaluate(
@@ -245,7 +246,7 @@ def evaluate(
     *,
     interval: float | None = None,
     zone: float = 0.0,
-    isolate: Callable[[str, Callable[[], Judged]], Judged | None] = lambda policy, judge: judge(),
+    isolate: Isolate = lambda policy, judge: judge(),
 ) -> Judgement:
     """Judge one sample.
 

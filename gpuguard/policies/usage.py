@@ -167,8 +167,8 @@ def strangers(
                 yield device, process, exclusive
 
 
-# Of each the sentence about a process of a user, and about a claim.
-_REFUSALS: Mapping[str, tuple[Callable[..., Sentence], Callable[..., Sentence]]] = {
+_Refusals = tuple[Callable[..., Sentence], Callable[..., Sentence]]  # of a process of a user, and of a claim
+_REFUSALS: Mapping[str, _Refusals] = {
     "denied": (
         lambda **facts: sentence("users.denied", "{user} is denied and uses {size}", **facts),
         lambda **facts: sentence("users.denied_claim", "{user} is denied and has a claim", **facts),
