@@ -332,14 +332,11 @@ def views(test: Test, policies: Sequence[Policy], number_of: Numbering) -> Itera
             )
             for keys, process in running
         }
-        machine = MachineUse(
-            int(test.memory),
-            test.cores,
-            {
-                uid_of(user): UserUse(user, _at(keys.cpu, sample), _whole(keys.host_memory, sample))
-                for user, keys in test.users.items()
-            },
-        )
+        users = {
+            uid_of(user): UserUse(user, _at(keys.cpu, sample), _whole(keys.host_memory, sample))
+            for user, keys in test.users.items()
+        }
+        machine = MachineUse(int(test.memory), test.cores, users)
         yield RuleView(snapshot, host=host, machine=machine, groups=groups, scheduled=given or None, gpu_seconds=spent)
 
 
