@@ -699,7 +699,8 @@ def _both(left: Subject, right: Subject) -> Subject | None:
         if None not in (fact, other) and fact != other:
             return None
         facts[name] = other if fact is None else fact
-    return Subject(min(left.kind, right.kind, key=NARROWEST_FIRST.index), **facts, user=left.user or right.user)
+    kind = min(left.kind, right.kind, key=NARROWEST_FIRST.index)
+    return Subject(kind, **facts, user=left.user or right.user)
 
 
 def _is_so(subject: Subject, index: SampleIndex) -> bool:

@@ -466,7 +466,8 @@ def _is_in(scope: Scope, target: PolicyTarget, index: SampleIndex, *, unknown: b
             kinds |= _OF_TERMINAL
         if kinds.isdisjoint(scope.kinds):
             return False
-    devices = [index.devices[uuid] for uuid in (target.reach if unknown else target.places) if uuid in index.devices]
+    uuids = target.reach if unknown else target.places
+    devices = [index.devices[uuid] for uuid in uuids if uuid in index.devices]
     for patterns, is_one in ((scope.devices, _is_device), (scope.models, _is_model)):
         if patterns is None:
             continue

@@ -184,7 +184,8 @@ def _listed(device: Device, before: _KnownList | None, clock: float) -> _KnownLi
         for process in device.processes
         if may_compute(process, device) or (process.memory_used is None and not process.ended)
     )
-    return _KnownList(clock, frozenset(process.pid for process in device.processes), arrived, using)
+    pids = frozenset(process.pid for process in device.processes)
+    return _KnownList(clock, pids, arrived, using)
 
 
 # What rules see
