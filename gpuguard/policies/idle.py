@@ -109,13 +109,12 @@ class IdleRule(Rule):
             most = max((load for load in loads if load is not None), default=0.0)
             if None in loads or most > self.below or (self.needs.host and not self._host_rests(view, device, own)):
                 continue
+            facts = {"gpu": device_title(device), "share": f"{most:.3g}%", "limit": f"{self.below:g}%"}
             why = sentence(
                 "idle.of_claim",
                 "{gpu} is idle for its claim: own processes use {share}, at most {limit} is idle; "
                 "only others work there",
-                gpu=device_title(device),
-                share=f"{most:.3g}%",
-                limit=f"{self.below:g}%",
+                **facts,
             )
             for process in own:
                 yield Finding("idle", process_subject(device, process), why, (process,))

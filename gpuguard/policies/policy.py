@@ -375,9 +375,8 @@ def drop_protected(
             free = tuple(process for process, against in zip(processes, against_each, strict=False) if against is None)
             left.append(finding if len(free) == len(finding.processes) else replace(finding, processes=free))
         else:
-            notes += [
-                Note(kind, text, policy.name, subject) for kind, text in filter(None, against_each) if kind != "scope"
-            ][:1]
+            protections = filter(None, against_each)
+            notes += [Note(kind, text, policy.name, subject) for kind, text in protections if kind != "scope"][:1]
     return left, notes
 
 
@@ -598,11 +597,8 @@ def on_enough_devices(
             devices.setdefault(uid, set()).update(places)
     # A divided device counts as its parts.
     parents = {uuid: device.parent_uuid for uuid, device in index.devices.items()}
-    enough = {
-        uid
-        for uid, places in devices.items()
-        if len(places - {parents.get(uuid) for uuid in places}) >= policy.devices_at_least
-    }
+    counts = {uid: len(places - {parents.get(uuid) for uuid in places}) for uid, places in devices.items()}
+    enough = {uid for uid, count in counts.items() if count >= policy.devices_at_least}
     kept, notes = [], []
     for finding in findings:
         left = tuple(process for process in finding.processes if process.uid in enough)

@@ -93,7 +93,8 @@ class QuotaRule(Rule):
             )
             for place, whys in reasons.items():
                 holding = held[place]
-                found.setdefault(id(holding), Finding("quota", holding.subject, all_of(whys), tuple(holding.processes)))
+                finding = Finding("quota", holding.subject, all_of(whys), tuple(holding.processes))
+                found.setdefault(id(holding), finding)
         yield from found.values()
 
     def _excesses(

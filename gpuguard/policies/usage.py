@@ -127,12 +127,8 @@ class TrespassRule(Rule):
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Yield a finding per process and device."""
         for device, process, owners in trespassers(view, containers=self.containers):
-            why = sentence(
-                "trespass.use",
-                "uses {size} of a GPU that {user} has claimed",
-                size=format_bytes(process.memory_used),
-                user=owners,
-            )
+            size = format_bytes(process.memory_used)
+            why = sentence("trespass.use", "uses {size} of a GPU that {user} has claimed", size=size, user=owners)
             yield Finding("trespass", process_subject(device, process), why, (process,))
 
 
@@ -271,12 +267,13 @@ class UsersRule(Rule):
 def _is_used(claim: ClaimRecord, view: RuleView) -> bool:
     """Return whether something may compute under *claim*: its devices have a process, or that cannot be seen."""
     parts = {device.uuid: device for device in usable_devices(view.snapshot)}
+    own = [parts.get(uuid) for uuid in claim.devices]
     return any(
         device is None
         or not device.processes_plausible
         or device.processes is None
         or any(process.uid in (0, None, claim.uid) for process in device.processes)
-        for device in map(parts.get, claim.devices)
+        for device in own
     )
 
 
