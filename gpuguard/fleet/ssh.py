@@ -14,8 +14,10 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError
@@ -93,7 +95,8 @@ class Pool:
 
     def step(self, seconds: float) -> list[Reply]:
         """Wait at most *seconds* for replies and return them, or [] if none came."""
-        self._start()
+        with _undisturbed():
+            self._start()
         now = time.monotonic()
         soonest = min((query.began + self._how.timeout - now for query in self._running.values()), default=seconds)
         ended: list[Reply] = []
@@ -213,3 +216,20 @@ class Pool:
                 signals.forward(query.pidfd, signal.SIGKILL)
             still.append((query, until))
         self._ending = still
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C back until what was started is noted, because otherwise an ssh would be left running."""
+    came: list[tuple[int, FrameType | None]] = []
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: handler for number, handler in former.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, lambda *which: came.append(which))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+    for which in came:
+        ours[signal.Signals(which[0])](*which)
