@@ -7,9 +7,7 @@ read devices itself: see worker, and nvml, simulated.
 
 from __future__ import annotations
 
-import subprocess
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -123,8 +121,7 @@ class WorkerBackend:
         process = self._channel and self._channel.process
         self._abandon()
         if process:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(spawn.LEAVING_SECONDS)
+            spawn.await_end(process, time.monotonic() + spawn.LEAVING_SECONDS)
             spawn.reap()
 
     def _abandon(self) -> None:

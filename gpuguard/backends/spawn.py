@@ -19,13 +19,11 @@ import marshal
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 from weakref import finalize
 
@@ -36,6 +34,7 @@ from gpuguard.locale.messages import sentence
 from gpuguard.users import keep_capabilities, lend_capabilities
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
@@ -148,12 +147,6 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float = inf) -> None:
-        """Return once it has ended, or after *timeout* seconds."""
-        until = time.monotonic() + timeout
-        while self.poll() is None and time.monotonic() < until:
-            time.sleep(0.001)
-
 
 class Stuck(Exception):
     """The worker fell silent or died while it read device *index*, or the driver itself if that is None."""
@@ -188,6 +181,12 @@ def reap() -> None:
             _workers.pop(process, None)
 
 
+def await_end(process: subprocess.Popen[bytes] | Fork, until: float) -> None:
+    """Return once the worker has ended and is reaped, or at *until* (monotonic)."""
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.001)
+
+
 def worker_pids() -> frozenset[int]:
     """Return the pids of the workers that are not reaped yet."""
     return frozenset(process.pid for process in tuple(_workers))
@@ -200,8 +199,7 @@ def _end_all() -> None:
     for end in own.values():
         end()
     for process in own:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until - time.monotonic()))
+        await_end(process, until)
 
 
 def _begin_child() -> None:  # pragma: no cover: runs in a forked child, where nothing is counted
@@ -334,6 +332,8 @@ def start_interpreter(
     Raises:
         OSError: no further process can be started.
     """
+    import subprocess  # 2 ms, by which a command would start later whose worker is a fork
+
     stdin, stdout = standard
     lent = os.geteuid() != 0 and lend_capabilities()  # root's programs may read everything anyway
     try:

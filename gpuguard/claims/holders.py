@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from _thread import allocate_lock
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -31,6 +30,8 @@ from gpuguard.procfs import charge, in_first_pid_namespace, in_time, owed_by, st
 from gpuguard.users import accountable_uid, user_name
 
 if TYPE_CHECKING:
+    import subprocess
+
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 

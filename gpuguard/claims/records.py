@@ -21,7 +21,6 @@ This module takes and releases nothing, and holds no lock for longer than a mome
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -132,6 +131,8 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
         try:
             os.rename(unfinished, path)  # readers see it whole, and already locked
         except IsADirectoryError:  # a directory was put there: the two are exchanged
+            import ctypes  # 1 ms, which a command that only looks does not need
+
             library = ctypes.CDLL(None, use_errno=True)
             names = (_AT_FDCWD, os.fsencode(unfinished), _AT_FDCWD, os.fsencode(path))
             if library.renameat2(*names, _RENAME_EXCHANGE):
