@@ -1,4 +1,4 @@
-"""What `gpuguard who` costs: with the daemon running beside the floor, without it beside `nvitop -1`, in turns.
+"""What `gpuguard who` costs beside `nvitop -1` and the floor, with the daemon running and without it, in turns.
 
     python benchmarks/who.py --pairs 20 --others /path/to/venv/bin
 
@@ -85,20 +85,12 @@ def main() -> int:
             stack.callback(job.kill)
             # stays: else the fake library itself looks into /proc at each call, which is no cost of ours.
             fake.add_process(number % DEVICES, job.pid, GIB, stays=1)
-        there = [args.others + "/nvitop", "-1"] if args.others else None
-        commands = {"nvitop -1": there} if there else {"floor": FLOOR}
-        compared(
-            "without the daemon", commands | {"gpuguard who": WHO, "python -c pass": nothing}, args.pairs, environment
-        )
+        base = {"nvitop -1": [args.others + "/nvitop", "-1"]} if args.others else {}
+        commands = {**base, "floor": FLOOR, "gpuguard who": WHO, "python -c pass": nothing}
+        compared("without the daemon", commands, args.pairs, environment)
         with subprocess.Popen([sys.executable, "-c", DAEMON, "daemon", "--interval", "2s"], env=environment) as daemon:
             time.sleep(5)
-            commands = {
-                "floor": FLOOR,
-                "gpuguard who": WHO,
-                "gpuguard who --json": [*WHO, "--json"],
-                "python -c pass": nothing,
-            }
-            compared("with the daemon", commands, args.pairs, environment)
+            compared("with the daemon", {**commands, "gpuguard who --json": [*WHO, "--json"]}, args.pairs, environment)
             daemon.terminate()
     return 0
 

@@ -618,6 +618,12 @@ def memory_left(device: Device, sharing: Sharing) -> int | None:
     return room - strangers - sum(max(count, used[uid]) for uid, count in promised.items())
 
 
+def share_left(device: Device, sharing: Sharing) -> int | None:
+    """Return the bytes of a shared *device* that are not claimed, or None if unknown."""
+    left = None if sharing.unknown else memory_left(device, sharing)
+    return None if left is None else max(0, left)
+
+
 def slots_left(sharing: Sharing, slots: int) -> int:
     """Return how many further claims can share the device.  Each claim that shares it may have set a bound."""
     bounds = [record.most for record in sharing.claims if record.most is not None and record.most > 0]

@@ -47,6 +47,7 @@ IDLE_TOLERANCE = 512 * 2**20
 # any amount.
 DESKTOP_MEMORY = 2 * 2**30
 MOST_DESKTOP_MEMORY = 8 * 2**30  # the most that a site may set
+SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 DRAWING = frozenset({"graphics", "compute+graphics"})  # the kinds of processes that draw
 
 SELECT_FIELDS = frozenset({MEMORY})  # the processes are read of the chosen devices alone: see lock.Allocator

@@ -20,6 +20,7 @@ from gpuguard.model import (
     PROCESS_DETAILS,
     PROCESSES,
     SELECT_FIELDS,
+    SLOTS,
     THERMAL,
     TOPOLOGY,
     UTILIZATION,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 ANY_MEMORY = 2**53  # bytes, the most that JSON can say: tolerated in a claim, whose own processes use its devices
-SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 
 STRATEGIES = {
     "spread": "the emptiest GPUs first",

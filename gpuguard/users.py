@@ -19,7 +19,6 @@ import pwd
 import threading
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +93,6 @@ def groups_of(uid: int) -> dict[int, str] | None:
         return None
     groups: dict[int, str] | None = _answer("groups of user", uid)
     return groups
-
-
-@dataclass(frozen=True)
-class GroupMembers:
-    """The users who are certainly in a group: ``uid in GroupMembers(gid)`` asks is_in_group() each time."""
-
-    gid: int
-
-    def __contains__(self, uid: object) -> bool:
-        return isinstance(uid, int) and is_in_group(uid, self.gid) is True
 
 
 def _answer(what: str, number: int) -> Any:

@@ -20,6 +20,7 @@ from gpuguard import host as hostuse
 from gpuguard import users
 from gpuguard.host import HostUses, groups_of_users
 from gpuguard.model import Snapshot
+from gpuguard.queue.reservations import GroupMembers
 from gpuguard.units import parse_host_memory_amount
 
 PATIENT = 60.0  # no answer is late because the machine is busy
@@ -214,7 +215,7 @@ def membership(monkeypatch: pytest.MonkeyPatch) -> Service:
 
 def test_who_is_in_a_group_says_the_user_database_also_of_ones_first_group(membership):
     assert [users.is_in_group(1001, gid) for gid in (50, 7, 51)] == [True, True, False]
-    assert [uid in users.GroupMembers(50) for uid in (1001, 1002, "alice")] == [True, False, False]
+    assert [uid in GroupMembers(50) for uid in (1001, 1002, "alice")] == [True, False, False]
     assert (users.group_name(50), users.group_name(51)) == ("vision", None)
 
 

@@ -48,8 +48,7 @@ from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import closed_after, create_file, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads, sound_fields
 from gpuguard.locale.messages import cut, dumps, plain, sentence
-from gpuguard.model import ClaimRecord, Snapshot
-from gpuguard.request import SLOTS
+from gpuguard.model import SLOTS, ClaimRecord, Snapshot
 from gpuguard.units import local_time
 from gpuguard.users import accountable_uids, certain_owner, user_name
 from gpuguard.vendors import UUID_PREFIXES

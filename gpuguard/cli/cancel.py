@@ -19,9 +19,10 @@ import sys
 from typing import Any
 
 from gpuguard.claims.ids import full_id, is_job_word
+from gpuguard.cli.event_log import choose_log
 from gpuguard.cli.jobs.changes import CANCELLED, cancel_of
 from gpuguard.cli.jobs.owners import job_words
-from gpuguard.cli.options import JSON, add_source_options, add_table, choose_log, directory_of
+from gpuguard.cli.options import JSON, add_source_options, add_table, directory_of
 from gpuguard.daemon.cancel import ENDED, ENDING, cancel
 from gpuguard.errors import GpuguardError
 from gpuguard.locale import N_, _, translated

@@ -26,8 +26,9 @@ from contextlib import ExitStack, nullcontext
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.daemon_client import ReloadReply, StatusReply, query_daemon
 from gpuguard.cli import terminal
+from gpuguard.cli.event_log import choose_log
 from gpuguard.cli.metrics import add_expose_option, page_server
-from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of, quantity
+from gpuguard.cli.options import add_source_options, add_table, directory_of, quantity
 from gpuguard.daemon import service
 from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import EXIT_NO, EXIT_RUNNING, InvalidRequest

@@ -21,7 +21,8 @@ from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import YIELD, ReleaseRequest, read_records
-from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of, log_event
+from gpuguard.cli.event_log import log_event
+from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of
 from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest

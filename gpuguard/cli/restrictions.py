@@ -23,6 +23,7 @@ from gpuguard.claims.restrictions import (
     read_restrictions,
     to_json,
 )
+from gpuguard.cli.event_log import log_event
 from gpuguard.cli.events import known_devices
 from gpuguard.cli.options import (
     JSON,
@@ -30,7 +31,6 @@ from gpuguard.cli.options import (
     add_source_options,
     add_table,
     directory_of,
-    log_event,
     quantity,
     sampled,
 )

@@ -17,7 +17,8 @@ import os
 import sys
 
 from gpuguard.claims.directory import daemon_files
-from gpuguard.cli.options import add_source_options, add_table, choose_log, directory_of
+from gpuguard.cli.event_log import choose_log
+from gpuguard.cli.options import add_source_options, add_table, directory_of
 from gpuguard.enforcement.pauses import Pause, Pauses
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log

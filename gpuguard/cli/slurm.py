@@ -24,12 +24,12 @@ from itertools import groupby
 
 from gpuguard.backends import DEFAULT_BACKEND
 from gpuguard.claims.claim import Claim, JobDetails
+from gpuguard.cli.event_log import choose_log
 from gpuguard.cli.options import (
     SubcommandRow,
     add_source_options,
     add_table,
     backend_of,
-    choose_log,
     directory_of,
     quantity,
     sampled,

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from gpuguard import device_state
 from gpuguard.cli import options, terminal
+from gpuguard.cli.event_log import choose_log
 from gpuguard.cli.progress import progress
 from gpuguard.cli.who import add_filter_options, chosen_devices
 from gpuguard.clusters.device_variables import visible_uuids
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         args.backend,
         lambda: options.backend_of(args),
         lambda: options.directory_of(args),
-        lambda: options.choose_log(args),
+        lambda: choose_log(args),
     )
     feed.source.fresh, feed.tree = args.fresh, args.tree
     is_once = args.once or not sys.stdout.isatty()

@@ -26,7 +26,6 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.locale import _, translated
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.request import resolve
 from gpuguard.sanitize import neutralise
 from gpuguard.source import SnapshotSource
 from gpuguard.units import local_time, parse_duration
@@ -148,6 +147,10 @@ def chosen_devices(snapshot: Snapshot, words: Sequence[str]) -> frozenset[str]:
     Raises:
         InvalidRequest: a word names no device, or several.
     """
+    if not words:
+        return frozenset()
+    from gpuguard.request import resolve  # 2 ms, for --device alone
+
     labels = {device.label: device.uuid for device in snapshot.devices if device.parent_uuid}
     named = [part for text in words for part in options.selectors("--device", text) or ()]
     chosen = set(resolve([labels.get(name, name) for name in named], snapshot.devices, "--device"))

@@ -46,7 +46,7 @@ from gpuguard.queue.priority import ReservationKeys, Ticket
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import LAST_TIME, IgnoredFile, checked_number, read_document, read_documents, touch
 from gpuguard.units import format_duration, local_time
-from gpuguard.users import GroupMembers, accountable_uids, group_name, is_in_group, user_name
+from gpuguard.users import accountable_uids, group_name, is_in_group, user_name
 from gpuguard.vendors import names_instance
 
 MAX_BYTES = 4096
@@ -71,6 +71,16 @@ _MONTHS = (
 )  # fmt: skip
 
 Arrivals = Mapping[str, float]  # key of a reservation -> when a user of it last began or ended a claim
+
+
+@dataclass(frozen=True)
+class GroupMembers:
+    """The users who are certainly in a group: ``uid in GroupMembers(gid)`` asks is_in_group() each time."""
+
+    gid: int
+
+    def __contains__(self, uid: object) -> bool:
+        return isinstance(uid, int) and is_in_group(uid, self.gid) is True
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from gpuguard.device_state import device_title, vendor_of
-from gpuguard.eligibility import UNSHARED, Reason, Sharing, shared_by, slots_left
+from gpuguard.eligibility import UNSHARED, Reason, Sharing, share_left, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.locale import _, translated
-from gpuguard.model import Device, Snapshot
-from gpuguard.request import SLOTS, Request, spelled
+from gpuguard.model import SLOTS, Device, Snapshot
+from gpuguard.request import Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, instances_note, not_enough
 from gpuguard.tables import table
 from gpuguard.units import format_bytes, format_count
 from gpuguard.views.text import Paint, picked
-from gpuguard.views.who import share_left
 
 START, WAIT, NEVER = "start", "wait", "never"
 

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
 from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, computes, grouped, may_compute, user_label
-from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.locale import N_, _, translated
 from gpuguard.locale.messages import all_of, sentence
-from gpuguard.model import Device, Snapshot
-from gpuguard.request import SLOTS
+from gpuguard.model import SLOTS, Device, Snapshot
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.tables import shorten, table
 from gpuguard.units import format_bytes, format_count, format_duration, local_time
@@ -145,25 +143,23 @@ def _device_lines(snapshot: Snapshot, uses: Sequence[DeviceUse], width: int | No
 
 def _left(use: DeviceUse) -> str:
     """Return ``", shared: 40.0GiB and 6 slots left"`` for a device that is shared, or ""."""
-    sharing = _sharing(use)
-    if not sharing.count:
+    memory, slots = _left_of_shared(use)
+    if slots is None:
         return ""
-    left = _("an unknown part") if sharing.unknown else format_bytes(share_left(use.device, sharing))
-    return _(", shared: {left} and {count} left").format(
-        left=left, count=format_count(slots_left(sharing, SLOTS), "slot")
-    )
+    left = _("an unknown part") if memory is None else format_bytes(memory)
+    return _(", shared: {left} and {count} left").format(left=left, count=format_count(slots, "slot"))
 
 
-def _sharing(use: DeviceUse) -> Sharing:
+def _left_of_shared(use: DeviceUse) -> tuple[int | None, int | None]:
+    """Return (the bytes that are not claimed, or None if unknown; how many may join, or None if it is not shared)."""
+    if not any(held.record.slots for held in use.claims):
+        return None, None
+    from gpuguard.eligibility import share_left, sharing_on, slots_left  # 4 ms, for shared devices alone
+
     uids = {held.record.id: held.record.uid for held in use.claims}
     owners = {running.process.pid: uids[running.claim] for running in use.processes or () if running.claim in uids}
-    return sharing_on(use.device, [held.record for held in use.claims], owners)
-
-
-def share_left(device: Device, sharing: Sharing) -> int | None:
-    """Return the bytes of a shared *device* that are not claimed, or None if unknown."""
-    left = None if sharing.unknown else memory_left(device, sharing)
-    return None if left is None else max(0, left)
+    sharing = sharing_on(use.device, [held.record for held in use.claims], owners)
+    return (share_left(use.device, sharing), slots_left(sharing, SLOTS)) if sharing.count else (None, None)
 
 
 def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[list[str]]:
@@ -295,7 +291,7 @@ def to_json(
 
 
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
-    device, sharing = use.device, _sharing(use)
+    device, (share_left, slots_left) = use.device, _left_of_shared(use)
     return {
         **picked(device, "index", "label", "uuid", "name", "vendor", "pci_bus_id", "parent_uuid", "mig_profile"),
         "state": use.plain_state,
@@ -307,8 +303,8 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         **picked(device, "temperature_celsius", "fan_speed_percent", "power_draw_watts", "power_limit_watts"),
         "processes_plausible": device.processes_plausible,
         "claims": [_claim_json(held) for held in use.claims],
-        "share_left_bytes": share_left(use.device, sharing) if sharing.count else None,
-        "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
+        "share_left_bytes": share_left,
+        "slots_left": slots_left,
         "processes": None
         if use.processes is None
         else [_process_json(running, use, snapshot) for running in use.processes],
