@@ -349,7 +349,7 @@ def test_a_supervisor_is_sent_the_signal_that_its_claim_has_changed(claimed, hol
     sent: list[int] = []
     monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
     monkeypatch.setattr(releasing, "is_supervisor", lambda pid: listens and pid == holder.pid)
-    its_job = "__import__('subprocess').Popen('cat', stdin=-1, pass_fds=claim.pass_fds).pid"  # has the record, too
+    its_job = "subprocess.Popen('cat', stdin=-1, pass_fds=claim.pass_fds).pid"  # has the record, too
     assert holder.does(its_job).isdecimal()
     claimed.act(holder)
 

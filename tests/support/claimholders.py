@@ -21,7 +21,7 @@ from gpuguard.claims.unlock import LockHandle, lock_handle, release_locks
 from gpuguard.model import ClaimRecord
 
 HOLD = """
-import fcntl, json, os, pwd, sys  # before it becomes somebody who may not read our Python
+import fcntl, json, os, pwd, subprocess, sys  # before it becomes somebody who may not read our Python
 from types import SimpleNamespace
 from gpuguard.errors import GpuguardError
 from gpuguard.claims.claim import Claim, JobDetails, lock_device as take_lock
