@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 DEEPEST = 100  # nested brackets; our own files have 8
 LARGEST = 2**53  # the largest number: below it a float is exact, and a time is a date that can be shown
 
-_known: dict[tuple[type, bool], Mapping[str, Callable[[Any], Any]]] = {}  # the reader of each field
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -72,7 +72,7 @@ def decode(kind: type[T], packed: object, *, exact: bool = False) -> T:
     """
     if not isinstance(packed, dict):
         raise ValueError(f"this is no {kind.__name__}")
-    readers = _readers(kind, exact)
+    readers = _readers(kind, exact)  # type: ignore[arg-type]  # mypy takes a type[T] for unhashable
     fields = {}
     for name, value in packed.items():
         if name in readers:
@@ -104,12 +104,12 @@ def _field(kind: type, name: str, read: Callable[[Any], Any], value: object) -> 
         raise ValueError(f"{name} of a {kind.__name__} cannot be {value!r:.60}") from None
 
 
+@cache
 def _readers(kind: type, exact: bool) -> Mapping[str, Callable[[Any], Any]]:
-    if (kind, exact) not in _known:
-        _known[kind, exact] = {name: _reader(hint, exact) for name, hint in get_type_hints(kind).items()}
-    return _known[kind, exact]
+    return {name: _reader(hint, exact) for name, hint in get_type_hints(kind).items()}
 
 
+@cache  # 60 fields of a device have six hints
 def _reader(hint: Any, exact: bool) -> Callable[[Any], Any]:
     """Return a function that turns a JSON value into one of that type hint, or raises TypeError if it is none."""
     arguments = get_args(hint)

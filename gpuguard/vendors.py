@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # each is one object, named by VENDORS
 class Vendor:
     """How a vendor's driver, libraries and devices show themselves on any machine; it lacks what is not said."""
 

@@ -342,7 +342,6 @@ TARGETS_IN_WORDS = (
     "a mail address (by sendmail, or smtp://SERVER/ADDRESS; mail: your own mailbox here), an https:// address, a "
     "program (its path), or a chat whose address stands in a variable (env:NAME, by the extra notify)"
 )
-_SMTP = re.compile(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)")
 
 
 def message_target(where: str | None) -> str | Target | None:
@@ -359,7 +358,7 @@ def message_target(where: str | None) -> str | Target | None:
     try:
         if where.startswith("env:"):
             target = Apprise(Secret(env=where[4:]))
-        elif match := _SMTP.fullmatch(where):
+        elif match := re.fullmatch(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)", where):
             server, port, address = match.groups()
             encryption: Literal["none", "starttls"] = "none" if server in LOOPBACK else "starttls"
             target = Email((address,), server=server, port=int(port or 0), security=encryption)
