@@ -41,8 +41,9 @@ def write(page: Path, blocks: Mapping[str, str], order: Sequence[str], rivals: C
     text = page.read_text() if page.exists() else ""
     before, begin, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
-    merged = _blocks(old) | {title: block.strip() for title, block in blocks.items()}
-    shown = {title: merged[title] for title in order if title in merged}
+    # A title has its row's name and what is said of it, which may have been said differently before.
+    merged = {_name(title): block.strip() for title, block in [*_blocks(old).items(), *blocks.items()]}
+    shown = {title: merged[_name(title)] for title in order if _name(title) in merged}
     body = "\n\n".join(f"### {title}\n\n{block}" for title, block in shown.items())
     joined = before.rstrip() + "\n\n" if begin or before.strip() else ""
     written = f"{HEADING}\n{places(shown, rivals)}\n\n{body}"
@@ -61,11 +62,15 @@ def places(blocks: Mapping[str, str], rivals: Collection[str]) -> str:
             elif name in rivals:
                 for column, cell in zip(columns, cells, strict=True):
                     if ratio := re.search(r"\((\d+\.\d\d)\)$", cell):
-                        told = f"- {title.partition(':')[0]}, `{name}`: {column} ({ratio[1]})"
+                        told = f"- {_name(title)}, `{name}`: {column} ({ratio[1]})"
                         ratios.append((float(ratio[1]), told))
     behind = [told for ratio, told in ratios if ratio > 1]
     told = f"Of {len(ratios)} such cells, gpuguard is not before the other program in {len(behind)}:"
     return "\n".join([told, "", *behind])
+
+
+def _name(title: str) -> str:
+    return title.partition(":")[0]
 
 
 def _blocks(text: str) -> dict[str, str]:
