@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ from gpuguard.policies.action_kinds import COUNTED, ENDING_ACTIONS, HARMFUL
 from gpuguard.policies.engine import EngineMemory, PolicyStatus, policy_status
 from gpuguard.policies.policy import NOTES, Judgement, Kept, KeptMark, Note, Policy
 from gpuguard.policies.rule import RuleKind
-from gpuguard.policies.rules import RULES, needs_of
+from gpuguard.policies.rules import RULES, Needs, needs_of
 from gpuguard.policies.usage import strangers
 from gpuguard.policies.view import JobMember, MachineUse, RuleView, alone, member_of, process_subject
 from gpuguard.procfs import boot_clock, process_facts, stat_of
@@ -89,6 +89,11 @@ class SiteRules:
     personal: frozenset[str] = frozenset()  # names of its targets that write to the user who is meant
     language: str = ENGLISH  # of what is written to terminals
     templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)  # by language
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the policies need."""
+        return needs_of(self.policies)
 
 
 class Watchdog:
@@ -137,7 +142,7 @@ class Watchdog:
         self.problem: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host, self._needs = EngineMemory(), HostUses(), needs_of(())
+        self._memory, self._host, self._needs = EngineMemory(), HostUses(), self.site_rules.needs
         self._claims, self._first_seen = ClaimWatcher(), FirstSeen()
         self._judging = threading.Lock()  # held while _memory and _judged_by change
         self._judged_by = SiteRules()  # the rules of the last step, which _memory is about
@@ -181,7 +186,7 @@ class Watchdog:
         """Sample once, do what is due, and return the judgement.  Raises BackendError if nothing could be read."""
         rules, before, limits = self.site_rules, self._view, self._context.limits
         limits.per_minute, limits.per_hour = rules.per_minute, rules.per_hour
-        self._needs = needs_of(rules.policies)
+        self._needs = rules.needs
         snapshot = self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
         self._note_ended(snapshot)
         self._memory.kept, self._memory.unkillable = dict(self.kept), frozenset(limits.unkillable)

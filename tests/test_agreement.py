@@ -37,7 +37,7 @@ from gpuguard.claims.claim import JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import slot_names
 from gpuguard.cli import build_parser
-from gpuguard.cli.request_options import request_of
+from gpuguard.cli.options import request_of
 from gpuguard.cli.run import wait_for_claim
 from gpuguard.clusters.device_variables import Outer, outer_devices
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus

@@ -12,8 +12,7 @@ from claimholders import a_holder
 from nodes import until
 
 from gpuguard.cli import build_parser
-from gpuguard.cli.options import Parser
-from gpuguard.cli.request_options import add_choice_options, request_of
+from gpuguard.cli.options import Parser, add_choice_options, request_of
 from gpuguard.cli.run import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.queue import leader, tickets, waiter

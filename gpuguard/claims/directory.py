@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import compress
 
 from gpuguard.backends import DEFAULT_BACKEND, RECORDED, is_simulated, parts_of
 from gpuguard.errors import LockDirectoryError, shortage
@@ -43,6 +44,19 @@ _UNSAFE_FILE_SYSTEMS = (
 _IN_CONTAINERS = N_(
     "In a container, mount the host's directory (docker run -v {directory}:{directory}, "
     "apptainer exec --bind {directory})"
+)
+_DIRECTORY_FAULTS = (  # in the order in which _check_directory() looks for them
+    N_("is not a directory (a symbolic link is not followed)"),
+    N_("belongs to uid {st_uid}, who could replace the lock files under everybody else"),
+    N_("is writable for others (mode {mode:04o}), who could replace the lock files"),
+    N_("is not readable for you (mode {mode:04o})"),
+)
+_FILE_FAULTS = (  # in that of _check_file()
+    N_("is not a regular file"),
+    N_("was removed just now"),
+    N_("is also known under another name (hard link)"),
+    N_("belongs to uid {st_uid}"),
+    N_("was replaced while it was opened"),
 )
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _jammed: set[str] = set()  # gates that this process could not lock in time
@@ -249,19 +263,13 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
             )
         ) from error
     mode, is_own = stat.S_IMODE(status.st_mode), own and status.st_uid == os.geteuid()
-    faults = (
-        (not stat.S_ISDIR(status.st_mode), N_("is not a directory (a symbolic link is not followed)")),
-        (
-            not is_roots(status) and not is_own and status.st_uid != keeper,
-            N_("belongs to uid {st_uid}, who could replace the lock files under everybody else"),
-        ),
-        (
-            mode & 0o022 and not (sticky and mode & 0o1000),
-            N_("is writable for others (mode {mode:04o}), who could replace the lock files"),
-        ),
-        (not os.access(path, os.R_OK | os.X_OK), N_("is not readable for you (mode {mode:04o})")),
+    applies = (
+        not stat.S_ISDIR(status.st_mode),
+        not is_roots(status) and not is_own and status.st_uid != keeper,
+        mode & 0o022 and not (sticky and mode & 0o1000),
+        not os.access(path, os.R_OK | os.X_OK),
     )
-    if fault := next((fault for applies, fault in faults if applies), None):
+    if fault := next(compress(_DIRECTORY_FAULTS, applies), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.").format(
                 path=path, fault=_(fault).format(st_uid=status.st_uid, mode=mode)
@@ -409,14 +417,14 @@ def _lock_fault(directory: LockDirectory, name: str) -> str | None:
 
 def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:
     status = os.fstat(descriptor)
-    faults = (
-        (not stat.S_ISREG(status.st_mode), N_("is not a regular file")),
-        (status.st_nlink == 0, N_("was removed just now")),
-        (status.st_nlink > 1, N_("is also known under another name (hard link)")),
-        (owners[0] is not None and status.st_uid not in owners, N_("belongs to uid {st_uid}")),
-        (not is_same_file(descriptor, path, unsure=None), N_("was replaced while it was opened")),
+    applies = (
+        not stat.S_ISREG(status.st_mode),
+        status.st_nlink == 0,
+        status.st_nlink > 1,
+        owners[0] is not None and status.st_uid not in owners,
+        not is_same_file(descriptor, path, unsure=None),
     )
-    if fault := next((fault for applies, fault in faults if applies), None):
+    if fault := next(compress(_FILE_FAULTS, applies), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.").format(
                 path=path, fault=_(fault).format(st_uid=status.st_uid)

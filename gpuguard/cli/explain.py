@@ -13,8 +13,17 @@ import os
 from contextlib import closing
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.options import JSON, add_source_options, add_table, backend_of, directory_of, own_deeds, quantity
-from gpuguard.cli.request_options import add_choice_options, request_of
+from gpuguard.cli.options import (
+    JSON,
+    add_choice_options,
+    add_source_options,
+    add_table,
+    backend_of,
+    directory_of,
+    own_deeds,
+    quantity,
+    request_of,
+)
 from gpuguard.clusters.device_variables import outer_devices
 from gpuguard.locale.messages import all_of
 from gpuguard.lock import Allocator, outer_claim

@@ -1,6 +1,7 @@
 """What `run` and `wait` say of a job and of its wait in the queue: on stderr, in --log-file, to those of --notify.
 
-A terminal gets short notices and one line that is written anew, anything else lines with their time.
+A terminal gets short notices and one line that is written anew, anything else lines with their time.  What has no
+reader is not composed.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class JobLog:
                     _("--log-file {path}: {strerror}.").format(path=path, strerror=error.strerror)
                 ) from None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether anything besides problems is reported anywhere."""
+        return not self.quiet or self._file >= 0
+
     def say(self, text: str, on_terminal: str | None = None) -> None:
         """Report how the job goes; a terminal gets *on_terminal* instead of *text*."""
         self.only_in_file(text)
@@ -98,6 +104,8 @@ class JobReport:
 
     def started(self, claim: Claim, waited: float, *, simulated: bool, several_vendors: bool = False) -> None:
         """Log on which devices the job starts, and of which vendor; send_start() sends the message."""
+        if not (self.log.is_read or self._targets):
+            return
         vendor = f" ({vendor_of(claim.devices[0]).title})" if several_vendors else ""
         devices = f"{gpus(claim.devices)}{vendor}{_(' (SIMULATED)') if simulated else ''}"
         after = _(" after {waited} in the queue").format(waited=format_duration(waited)) if waited >= 1 else ""
@@ -123,9 +131,10 @@ class JobReport:
 
     def ended(self, claim: Claim, ended: JobEnd) -> None:
         """Log and send how the job ended."""
-        text = _("ended on {gpus}: {end}").format(gpus=gpus(claim.devices), end=end_in_words(ended))
-        self.log.say(text, summary_line(claim.devices, ended))
-        self._send_last("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
+        if self.log.is_read or self._targets:
+            text = _("ended on {gpus}: {end}").format(gpus=gpus(claim.devices), end=end_in_words(ended))
+            self.log.say(text, summary_line(claim.devices, ended))
+            self._send_last("ended_by_policy" if ended.policy else "failed" if ended.status else "ended", text, ended)
 
     @property
     def _command_line(self) -> str:

@@ -20,8 +20,7 @@ from typing import Any
 from gpuguard import api, device_state
 from gpuguard.backends import is_simulated
 from gpuguard.claims.claim import Claim
-from gpuguard.cli.options import Parser, add_source_options, quantity
-from gpuguard.cli.request_options import add_choice_options, request_of
+from gpuguard.cli.options import Parser, add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.run import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.locale import N_, _, translated, use_english, use_language_of_user

@@ -28,7 +28,6 @@ from gpuguard.claims.records import probe
 from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import options, terminal
 from gpuguard.cli.event_log import log_event
-from gpuguard.cli.request_options import add_device_options, add_vendor_option, request_of
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.locale import N_, _, translated
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, EventOutcome, Snapshot
@@ -63,10 +62,10 @@ _MOMENT = re.compile(
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which GPUs")
     options.add_table(group, ("-n --num-gpus", "N", "how many (default: 1)"))
-    add_device_options(group, "only of these: indices, uuids or beginnings of uuids, as in 0,3")
+    options.add_device_options(group, "only of these: indices, uuids or beginnings of uuids, as in 0,3")
     options.add_table(group, ("--exclude", "LIST", "not these"))
     options.add_repeatable(group, ("--model", "GLOB", "the name fits, as in H100"))
-    add_vendor_option(group)
+    options.add_vendor_option(group)
     options.add_table(
         group,
         ("--min-total", "SIZE", "each has at least so much memory in all"),
@@ -127,7 +126,7 @@ def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
     whose = _whose(args)
     # Several jobs may use the reservation, each of them one MIG instance.
-    request = replace(request_of(args), allow_mig_set=True)
+    request = replace(options.request_of(args), allow_mig_set=True)
     directory = options.directory_of(args, make=True)
     snapshot = options.sampled(args, {MEMORY, PROCESSES, MODEL, HEALTH})
     devices = _devices(directory, snapshot, request, begins)

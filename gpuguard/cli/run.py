@@ -29,8 +29,7 @@ from gpuguard.claims.directory import LockDirectory, existing_locks
 from gpuguard.claims.records import probe
 from gpuguard.cli import options
 from gpuguard.cli.job_log import JobLog, JobReport, WaitProgress
-from gpuguard.cli.request_options import add_choice_options, request_of
-from gpuguard.cli.terminal import print_notice, write_rest
+from gpuguard.cli.terminal import print_notice, unread, write_rest
 from gpuguard.device_state import device_title
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest, WaitTimeout
@@ -67,7 +66,7 @@ PRIORITY_NAMES = ("low", "normal", "high")  # queue.priority.PRIORITIES, which a
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard run [options] [--] CMD [ARG ...]"
-    add_choice_options(parser)
+    options.add_choice_options(parser)
     add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
@@ -158,7 +157,7 @@ def parsed(args: argparse.Namespace) -> ParsedRun:
     return ParsedRun(
         args=args,
         command=command,
-        requests=(request_of(args), *alternatives_of(args)),
+        requests=(options.request_of(args), *alternatives_of(args)),
         wait=wait,
         time_limit=time_limit,
         grace=grace,
@@ -268,7 +267,8 @@ def _end_like(ended: JobEnd, claim: Claim, backend: Backend, report: JobReport) 
     else:
         report.ended(claim, ended)
     backend.close()
-    write_rest()
+    if unread:
+        write_rest()
     if ended.die_of is not None:
         signals.die_of(ended.die_of)
     return ended.status
@@ -480,7 +480,7 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
             )
         )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_choice_options(parser)
+    options.add_choice_options(parser)
     requests = []
     for text in args.alternatives:
         try:
@@ -491,7 +491,7 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
                         unknown=unknown[0] if unknown else "nothing"
                     )
                 )
-            requests.append(request_of(parsed))
+            requests.append(options.request_of(parsed))
         except (argparse.ArgumentError, ValueError) as fault:
             reason = str(fault).removeprefix("argument ").rstrip(".")
             raise InvalidRequest(

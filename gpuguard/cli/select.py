@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import replace
 
 from gpuguard.cli import options
-from gpuguard.cli.request_options import add_choice_options, request_of
 from gpuguard.clusters.device_variables import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.locale import _
@@ -35,7 +34,7 @@ _NVISEL = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_choice_options(parser, also=_NVISEL)
+    options.add_choice_options(parser, also=_NVISEL)
     group = parser.add_argument_group("how many, as nvisel has it")
     options.add_table(
         group,
@@ -84,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> Request:
-    request = request_of(args)
+    request = options.request_of(args)
     least, most = options.whole_number("-c", args.min_count), options.whole_number("-C", args.max_count)
     if args.num_gpus is not None and (least is not None or most is not None):
         raise InvalidRequest(_("-n says exactly how many: leave it out with -c (at least) or -C (at most)."))

@@ -17,8 +17,17 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import JobDetails
-from gpuguard.cli.options import JSON, TERMINAL, add_source_options, add_table, backend_of, directory_of, message_target
-from gpuguard.cli.request_options import add_choice_options, request_of
+from gpuguard.cli.options import (
+    JSON,
+    TERMINAL,
+    add_choice_options,
+    add_source_options,
+    add_table,
+    backend_of,
+    directory_of,
+    message_target,
+    request_of,
+)
 from gpuguard.cli.run import add_queue_options, alternatives_of, priority_of, wait_for_claim, wait_of
 from gpuguard.cli.terminal import print_notice
 from gpuguard.locale import _, ngettext, translated

@@ -13,9 +13,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import cast
 
-from gpuguard.device_state import grouped
 from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
 from gpuguard.locale.messages import sentence
@@ -207,8 +207,7 @@ class ActionLimits:
 
 def _begun(done: Iterable[PastAction], jobs: Jobs) -> dict[str, float]:
     """Return the clock of the first of the actions *done* to each job."""
-    clocks_by_job = grouped((jobs[past.member], past.clock) for past in done)
-    return {job: min(clocks) for job, clocks in clocks_by_job.items()}
+    return {jobs[past.member]: past.clock for past in sorted(done, key=attrgetter("clock"), reverse=True)}
 
 
 def _busy_device(
@@ -244,8 +243,7 @@ def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> Faile
     if not action.signature:
         return None
     same = (past for past in disruptive if past.signature == action.signature and past.process != action.process)
-    clocks_by_process = grouped((past.process, past.clock) for past in same)
-    ended = {process: max(clocks) for process, clocks in clocks_by_process.items()}
+    ended = {past.process: past.clock for past in sorted(same, key=attrgetter("clock"))}  # by its last action
     # Processes that ran at the same time are no restarts of each other.  If one is of another boot, it is unknown when
     # it was started.
     restarts, last = 0, float("-inf")

@@ -160,9 +160,11 @@ def is_alive(process: tuple[int, float]) -> bool:
         return False
     except OSError:
         return True
-    with closed_after(pidfd):
+    try:
         now = start_time(pid)
         return not has_ended(pidfd) and (now is None or now == started)
+    finally:
+        os.close(pidfd)
 
 
 def belongs_to_the_system(facts: ProcessFacts, draws: bool = False) -> bool:

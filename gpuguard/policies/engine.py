@@ -392,7 +392,7 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
 def _by_subject(findings: Iterable[Finding], policy: Policy) -> dict[Subject, Finding]:
     """Merge the findings of several rules about the same subject, and put the policy's message before the reasons."""
     together: dict[Subject, Finding] = {}
-    for subject, same in grouped((finding.subject, finding) for finding in findings).items():
+    for subject, same in grouped([(finding.subject, finding) for finding in findings]).items():
         merged = same[0]
         if len(same) > 1:
             processes = dict.fromkeys(process for finding in same for process in finding.processes)

@@ -313,7 +313,7 @@ def uses_of(view: RuleView, device: Device, per: str) -> Iterator[tuple[Subject,
         for process in processes:
             yield process_subject(device, process), process.memory_used, (process,)
     elif per == "user":
-        for own in grouped((process.uid, process) for process in processes).values():
+        for own in grouped([(process.uid, process) for process in processes]).values():
             subject = Subject("user", device=device.uuid, uid=own[0].uid, user=own[0].user)
             yield subject, _known_memory(own), tuple(own)
     else:
@@ -408,9 +408,11 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     claims: dict[tuple[int | None, str | None], ClaimRecord] = {
         (claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0
     }
-    claims_on = grouped((uuid, claim) for claim in claims.values() for uuid in claim.devices)
+    claims_on: dict[str, list[ClaimRecord]] = {}
     for claim in claims.values():
         territory.setdefault(claim.uid, set()).update(claim.devices)
+        for uuid in claim.devices:
+            claims_on.setdefault(uuid, []).append(claim)
     gaps: dict[str | None, dict[str, str]] = {}
     for gap in snapshot.gaps:
         gaps.setdefault(gap.device, {})[gap.field] = gap.reason
@@ -594,8 +596,7 @@ class Past(dict[tuple[Subject, str], ValueSeries]):
 
 def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
     """Return the longest past in seconds that any of *rules* needs, by field."""
-    windows = grouped(past for rule in rules for past in rule.needs.past)
-    return {name: max(seconds) for name, seconds in windows.items()}
+    return dict(sorted(past for rule in rules for past in rule.needs.past))
 
 
 def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[Subject, str], float]]:

@@ -23,8 +23,15 @@ from __future__ import annotations
 import argparse
 import os
 
-from gpuguard.cli.options import JSON, TARGETS_IN_WORDS, add_repeatable, add_source_options, add_table
-from gpuguard.cli.request_options import add_choice_options, request_of
+from gpuguard.cli.options import (
+    JSON,
+    TARGETS_IN_WORDS,
+    add_choice_options,
+    add_repeatable,
+    add_source_options,
+    add_table,
+    request_of,
+)
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.submit import detached
 from gpuguard.cli.submit.via_ray import submit_to_ray

@@ -1,0 +1,20 @@
+"""How far a reader has to go from file to file, as benchmarks/flow.py counts it."""
+
+import re
+import subprocess
+import sys
+
+from sources import ROOT
+
+BOUNDS = {"run -n 2 -- true": (24, 210), "a tick with one SIGTERM": (26, 160)}  # files, moves between them
+
+
+def test_a_start_and_a_tick_go_through_few_files_and_seldom_back():
+    words = [sys.executable, "benchmarks/flow.py"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = re.findall(r"^(.+): (\d+) files, (\d+) moves", done.stdout, re.MULTILINE)
+    counted = {name: (int(files), int(moves)) for name, files, moves in rows}
+
+    assert counted.keys() == BOUNDS.keys()
+    for name, (files, moves) in counted.items():
+        assert 10 < files <= BOUNDS[name][0] and 100 < moves <= BOUNDS[name][1], f"`flow.py --list`: {done.stdout}"
