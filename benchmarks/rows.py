@@ -241,7 +241,7 @@ def _one_watched(words: Sequence[str], on: Node, extent: Extent, *, draws: bool)
 
 UNCLAIMED = """
 
-py3nvml and nvisel choose without a claim: they see who came before only once his job has memory on the device, which
+py3nvml and nvisel choose without a claim: they see who came before only once that job has memory on the GPU, which
 these jobs never have, and real ones only after seconds."""
 
 
@@ -275,7 +275,7 @@ def release(extent: Extent) -> str:
         if words := placed(program, extent.others):
             gaps = [_gap(words, number) for number in range(extent.releases)]
             rows.append([f"`{program.name}`", f"{statistics.median(gaps):.0f}", f"{max(gaps):.0f}"])
-    return table(["one device", "median ms", "worst ms"], rows)
+    return table(["one GPU", "median ms", "worst ms"], rows)
 
 
 def _gap(words: Sequence[str], number: int) -> float:
@@ -296,7 +296,7 @@ def _gap(words: Sequence[str], number: int) -> float:
 
 
 def death(extent: Extent) -> str:
-    """The wrapper is killed, its job lives on: may somebody else have the device?"""
+    """The wrapper is killed, its job lives on: may another job have the device?"""
     rows = []
     for program in peers.STARTERS:
         if words := placed(program, extent.others):

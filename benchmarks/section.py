@@ -14,7 +14,7 @@ HEADING = """## Side by side
 
 Written by `benchmarks/run`; a block is replaced when its row is measured again.  In brackets: what gpuguard takes,
 divided by what this program takes; below 1 gpuguard is first.  Medians of runs in turns (A B A B), on a fake driver
-library with 5 processes on each device that is in use.  *realistic*: latencies that people measured for single
+library with 5 processes on each GPU that is in use.  *realistic*: latencies that people measured for single
 functions of real drivers (`REALISTIC` in measuring.py), 12 us for all others, and one call at a time; with 0 and 500 us
 the calls of several threads overlap, as far as NVML's reference goes.
 """

@@ -112,7 +112,9 @@ def first_as_float(numbers: Sequence[int]) -> float:
 
 def bits(words: Collection[int]) -> list[int]:
     """Return the numbers of the set bits in an array of 64-bit words, the lowest first."""
-    return [64 * number + bit for number, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    return [
+        64 * number + bit for number, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1
+    ]
 
 
 def cpu_ranges(words: Collection[int]) -> str | None:
