@@ -14,7 +14,17 @@ from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import probe, write_record
-from gpuguard.eligibility import UNSHARED, Reason, Refusal, Sharing, memory_left, shared_by, sharing_on, slots_left
+from gpuguard.eligibility import (
+    UNSHARED,
+    Reason,
+    Refusal,
+    Sharing,
+    memory_left,
+    share_left,
+    shared_by,
+    sharing_on,
+    slots_left,
+)
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Gap
 from gpuguard.request import Request
@@ -167,6 +177,12 @@ def test_an_instance_is_taken_while_its_whole_gpu_is_shared():
 )
 def test_who_shares_a_device_is_said_with_how_many_more_there_are(sharing, text):
     assert shared_by(sharing) == text
+
+
+def test_what_is_left_to_share_is_never_less_than_nothing_and_unknown_beside_a_claim_that_says_nothing():
+    told, silent = Sharing((a_share(70), a_share(20, 1, uid=BOB))), Sharing((a_share(10),), unknown=1)
+
+    assert [share_left(DEVICE, sharing) for sharing in (UNSHARED, told, silent)] == [80 * GIB, 0, None]
 
 
 def test_a_share_of_another_device_is_none_of_this_one():
