@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from sources import ROOT
 
 # Files, moves between them.  An ordinary user's rights are looked at on the way, which takes a little more.
@@ -14,7 +15,10 @@ BOUNDS = {"run -n 2 -- true": (24 + FILES, 210 + MOVES), "a tick with one SIGTER
 
 def test_a_start_and_a_tick_go_through_few_files_and_seldom_back():
     words = [sys.executable, "benchmarks/flow.py"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if "needs a user with a name" in done.stderr:  # for the process that the tick ends
+        pytest.skip("how far a reader has to go (no user: useradd somebody)")
+    assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(.+): (\d+) files, (\d+) moves", done.stdout, re.MULTILINE)
     counted = {name: (int(files), int(moves)) for name, files, moves in rows}
 
