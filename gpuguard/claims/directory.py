@@ -24,7 +24,6 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
-from itertools import compress
 
 from gpuguard.backends import DEFAULT_BACKEND, RECORDED, is_simulated, parts_of
 from gpuguard.errors import LockDirectoryError, shortage
@@ -263,13 +262,13 @@ def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int 
             )
         ) from error
     mode, is_own = stat.S_IMODE(status.st_mode), own and status.st_uid == os.geteuid()
-    applies = (
+    found = (
         not stat.S_ISDIR(status.st_mode),
         not is_roots(status) and not is_own and status.st_uid != keeper,
         mode & 0o022 and not (sticky and mode & 0o1000),
         not os.access(path, os.R_OK | os.X_OK),
     )
-    if fault := next(compress(_DIRECTORY_FAULTS, applies), None):
+    if fault := next((fault for fault, holds in zip(_DIRECTORY_FAULTS, found, strict=True) if holds), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.").format(
                 path=path, fault=_(fault).format(st_uid=status.st_uid, mode=mode)
@@ -417,14 +416,14 @@ def _lock_fault(directory: LockDirectory, name: str) -> str | None:
 
 def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:
     status = os.fstat(descriptor)
-    applies = (
+    found = (
         not stat.S_ISREG(status.st_mode),
         status.st_nlink == 0,
         status.st_nlink > 1,
         owners[0] is not None and status.st_uid not in owners,
         not is_same_file(descriptor, path, unsure=None),
     )
-    if fault := next(compress(_FILE_FAULTS, applies), None):
+    if fault := next((fault for fault, holds in zip(_FILE_FAULTS, found, strict=True) if holds), None):
         raise LockDirectoryError(
             _("{path} {fault}.  Look at it with `ls -l`, and remove it as root if it was planted.").format(
                 path=path, fault=_(fault).format(st_uid=status.st_uid)

@@ -207,6 +207,7 @@ class ActionLimits:
 
 def _begun(done: Iterable[PastAction], jobs: Jobs) -> dict[str, float]:
     """Return the clock of the first of the actions *done* to each job."""
+    # Of each job the first comes last, and stays.
     return {jobs[past.member]: past.clock for past in sorted(done, key=attrgetter("clock"), reverse=True)}
 
 

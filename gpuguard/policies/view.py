@@ -596,7 +596,7 @@ class Past(dict[tuple[Subject, str], ValueSeries]):
 
 def windows_of(rules: Iterable[Rule]) -> dict[str, float]:
     """Return the longest past in seconds that any of *rules* needs, by field."""
-    return dict(sorted(past for rule in rules for past in rule.needs.past))
+    return dict(sorted(past for rule in rules for past in rule.needs.past))  # of one field the longest comes last
 
 
 def _values(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[tuple[Subject, str], float]]:
