@@ -4,6 +4,7 @@ The first tests do what CONTRIBUTING.md says under "Add a rule", and nothing els
 """
 
 import ast
+import json
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -223,6 +224,39 @@ def test_a_column_by_the_book_is_in_both_tables_of_devices(tmp_path, monkeypatch
     tables = [gpuguard(*words, cwd=copy).stdout for words in (["who"], ["top", "--once", "--mode", "compact"])]
 
     assert all("FANS" in table and "77%" in table for table in tables), tables
+
+
+HOT = {  # a state by the book: file -> what stands there, and what stands there then
+    "device_state.py": (
+        ('"reserved", "asleep"]', '"reserved", "asleep", "hot"]'),
+        (
+            '            state = "asleep"\n',
+            '            state = "asleep"\n        elif (device.temperature or 0) > 80:\n            state = "hot"\n',
+        ),
+    ),
+    "views/who.py": (('"asleep": (N_(', '"hot": (N_("free, but hot"), "yellow"),\n    "asleep": (N_('),),
+    "web/page/words.js": (('"asleep": "free, asleep"', '"hot": "free, but hot", "asleep": "free, asleep"'),),
+}
+
+
+def test_a_state_by_the_book_is_in_who_and_top(tmp_path, monkeypatch):
+    copy = with_rule(tmp_path)
+    for file, changes in HOT.items():
+        path = copy / "gpuguard" / file
+        text = path.read_text()
+        for before, after in changes:
+            assert before in text, file
+            text = text.replace(before, after)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    gpuguard = Gpuguard(tmp_path, None, COLUMNS="130")
+    start(str(tmp_path / "node"), "2xRTX4090")
+    gpuguard("sim", "set", "--device", "1", "--temperature", "85C", cwd=copy)
+
+    seen = [gpuguard(*words, cwd=copy).stdout for words in (["who"], ["top", "--once"], ["who", "--json"])]
+    states = [(device["state"], device["exact_state"]) for device in json.loads(seen[2])["devices"]]
+    assert all("free, but hot" in text for text in seen[:2]), seen[:2]
+    assert states == [("free", "free"), ("free", "hot")], "scripts know the plain state"
 
 
 def test_the_columns_of_other_hosts_are_of_what_their_answers_tell():
